@@ -1,0 +1,37 @@
+# `make demo` and `make test` set up everything they need on a machine that has Python 3.10 or newer.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help install demo test lint types unit wheel clean
+
+help:  ## what this file can do
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## make .venv and install steppe with its test tools
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## the first example: flat minima on scikit-learn's digits
+	$(BIN)/python examples/digits.py
+
+test: lint types unit  ## lint, types and tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+wheel: $(STAMP)  ## build the wheel and the source package into dist/
+	$(BIN)/python -m build
+
+clean:  ## remove what the commands above made
+	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache

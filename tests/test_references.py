@@ -283,4 +283,5 @@ def test_sam_and_asam_equal_those_of_pytorch_optimizer(adaptive):
         other.loss_of(*batch).backward()
         theirs.second_step(zero_grad=True)
     for ours, peers in zip(twin.net.parameters(), other.net.parameters(), strict=True):
-        torch.testing.assert_close(ours, peers, rtol=1e-8, atol=1e-10)
+        # theirs takes the norm of the gradient in float32, whatever the weights
+        torch.testing.assert_close(ours, peers, rtol=1e-5, atol=1e-6)

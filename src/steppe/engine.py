@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -65,7 +65,8 @@ class Engine:
         stream = index if planned.stream is None else planned.stream
         if planned.fresh:
             stream += len(self.method.passes) * self.ledger.done.count(index)
-        return Draw(self.seed, self.ledger.step, stream, sign=planned.sign)
+        replica = self.ledger.ranks.replica
+        return Draw(self.seed, self.ledger.step, stream, replica, planned.sign)
 
     def move(self, index: int, draw: Draw) -> None:
         """Back the weights up and add the eps of a pass. Strength zero leaves them untouched."""
@@ -139,6 +140,7 @@ class Run:
         self._scouts = engine.method.scouts(index)
         self._running: Running | None = None
         self._stash: list[Tensor | None] = []
+        self._quiet = ExitStack()
 
     def __repr__(self) -> str:
         kind = "perturbed" if self.perturbed else "clean"
@@ -155,8 +157,9 @@ class Run:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
         engine.ledger.by_hooks = False
         if self._scouts:
-            self._stash = [p.grad for p in engine.ledger.params]
+            self._stash = engine.ledger.keep_gradients()
             drop_gradients(engine.ledger)
+            self._quiet.enter_context(engine.ledger.ranks.scouting())
         try:
             self._running = engine.begin(self.index, 1.0 if self._scouts else self._factor, self)
             engine.open_run = self
@@ -200,6 +203,7 @@ class Run:
 
     def _unstash(self) -> None:
         """Give back the gradients that were there before a pass that shows the next one its way."""
+        self._quiet.close()
         if not self._scouts:
             return
         for param, old in zip(self._engine.ledger.params, self._stash, strict=False):

@@ -42,6 +42,7 @@ class Engine:
         self.running: Running | None = None
         self.open_run: Run | None = None
         self.probing = False
+        self._idle = False
         self.gradient: list[Tensor | None] = []
         """The gradient of the pass before, for a pass that needs it."""
 
@@ -117,7 +118,9 @@ class Engine:
         self.restore()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.ledger.settle()
+            self._idle = not self.ledger.done and self.ledger.stands_still()
+            if not self._idle:
+                self.ledger.settle()
             return None
         ours = SingleUse(self, closure)
         if "closure" in kwargs:
@@ -125,7 +128,9 @@ class Engine:
         return (args[0], ours, *args[2:]), kwargs
 
     def after_step(self, *_: Any) -> None:
-        self.ledger.step += 1
+        if not self._idle:
+            self.ledger.step += 1
+        self._idle = False
         self.ledger.new_step()
 
 

@@ -141,6 +141,11 @@ class Ledger:
         if not grads or (not untouched and not any(bool(g.any()) for g in grads)):
             self.new_step()
 
+    def stands_still(self) -> bool:
+        """Whether all learning rates are 0. A step without a pass is no training step then:
+        torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
+        return all(float(group.get("lr", 1.0)) == 0 for group in self.optimizer.param_groups)
+
     # ------------------------------------------------------------------ before the update
 
     def settle(self) -> None:

@@ -1,0 +1,120 @@
+"""A split: samples that can be drawn as batches, and `Data`, the splits of one data set."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steppe.lab.data.pipeline import Pipeline
+from steppe.lab.data.streams import generator
+
+
+class Split(ABC):
+    """Samples with targets, drawn as batches in an order that the caller gives."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def targets(self) -> Tensor | None:
+        """All targets in storage order, or None where only loading every sample would tell."""
+
+    @abstractmethod
+    def subset(self, indices: Tensor, targets: Tensor | None = None) -> Split:
+        """These samples only, in this order, with other targets if given."""
+
+    @abstractmethod
+    def batches(
+        self,
+        order: Sequence[Tensor],
+        *,
+        augment_seed: int | None,
+        start: int = 0,
+        workers: int = 0,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One (x, y) per index tensor of `order`, beginning at `order[start]`.
+
+        Augmented when `augment_seed` is given, with randomness that is a pure function of
+        (augment_seed, position in order): a run resumed at `start=k` sees the same bits. The
+        global random state is left alone. `workers` processes load where loading takes time.
+        """
+
+
+@dataclass(frozen=True)
+class Data:
+    """The splits of one data set, and what a model and a table need to know of them."""
+
+    name: str
+    train: Split
+    test: Split
+    validation: Split | None
+    task: str
+    classes: int | None
+    shape: tuple[int, ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.task not in ("classification", "regression"):
+            raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}.")
+        if self.task == "classification" and (self.classes is None or self.classes < 2):
+            raise ValueError(
+                f"{self.name}: classification needs 2 or more classes, got {self.classes}."
+            )
+
+    def noted(self, note: str, **changes: Any) -> Data:
+        """A changed copy whose note says what was changed."""
+        return replace(self, note=f"{self.note}; {note}" if self.note else note, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class MemorySplit(Split):
+    """Samples held in memory: images as bytes (N, C, H, W), or rows of numbers.
+
+    Whole batches are cut, augmented and normalised at once. `workers` is ignored: a batch takes
+    less time here than its way between two processes.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    pipeline: Pipeline = field(default_factory=Pipeline)
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels):
+            raise ValueError(
+                f"inputs and targets must have one length, got {len(self.inputs)} and {len(self.labels)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def targets(self) -> Tensor:
+        return self.labels
+
+    def subset(self, indices: Tensor, targets: Tensor | None = None) -> MemorySplit:
+        labels = self.labels[indices] if targets is None else targets
+        return replace(self, inputs=self.inputs[indices], labels=labels)
+
+    def batches(
+        self,
+        order: Sequence[Tensor],
+        *,
+        augment_seed: int | None,
+        start: int = 0,
+        workers: int = 0,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for position in range(start, len(order)):
+            indices = order[position]
+            draws = None if augment_seed is None else generator("augment", augment_seed, position)
+            yield self.pipeline(self.inputs.index_select(0, indices), draws), self.labels[indices]
+
+
+def class_counts(targets: Tensor, classes: int) -> list[int]:
+    """How many samples each class has."""
+    return torch.bincount(targets, minlength=classes).tolist()  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ TRAIN_SIZE = 400  # small, so that plain training overfits and methods differ
 def digits(augmentations: tuple[Augmentation, ...], *, train_size: int | None, seed: int) -> Data:
     """A stratified training split of `train_size` images; all other images are the test split."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(
             "The digits come with scikit-learn. Install it: pip install 'steppe[lab]'."

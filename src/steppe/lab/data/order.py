@@ -28,7 +28,7 @@ def epoch_order(
             f"Use a batch of at most {n} or keep the last batch."
         )
     order = torch.randperm(n, generator=generator("order", seed, epoch, stream))
-    batches = list(order.split(batch))
+    batches = list(torch.split(order, batch))
     return batches[:-1] if drop_last and len(batches[-1]) < batch else batches
 
 
@@ -40,4 +40,4 @@ def sequential_order(n: int, batch: int) -> list[Tensor]:
     """
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}.")
-    return list(torch.arange(n).split(batch)) if n else []
+    return list(torch.split(torch.arange(n), batch)) if n else []

@@ -117,4 +117,4 @@ class MemorySplit(Split):
 
 def class_counts(targets: Tensor, classes: int) -> list[int]:
     """How many samples each class has."""
-    return torch.bincount(targets, minlength=classes).tolist()  # type: ignore[no-any-return]
+    return torch.bincount(targets, minlength=classes).tolist()

@@ -27,7 +27,7 @@ def stratified(targets: Tensor, size: int, *, seed: int, key: str = "subset") ->
     # smallest share are taken first, so every class is filled at the same rate.
     labels = targets[shuffled]
     share = torch.empty(n, dtype=torch.float64)
-    for label in labels.unique():
+    for label in set(labels.tolist()):
         members = labels == label
         count = int(members.sum())
         share[members] = (torch.arange(count, dtype=torch.float64) + 0.5) / count

@@ -24,7 +24,7 @@ TEST_FOLDERS = ("val", "test", "validation")
 class FolderSplit(Split):
     """Image files, decoded when they are asked for; `workers` processes decode ahead."""
 
-    files: tuple[Path, ...]
+    files: tuple[str, ...]  # not Path: ImageNet has 1.28 million, and workers copy them
     labels: Tensor
     decoder: Decoder = field(default_factory=Decoder)
     pipeline: Pipeline = NORMALISATION
@@ -104,17 +104,22 @@ def class_folders(path: Path) -> list[str]:
     return found
 
 
-def labelled_files(path: Path, classes: list[str]) -> tuple[tuple[Path, ...], Tensor]:
+def labelled_files(path: Path, classes: list[str]) -> tuple[tuple[str, ...], Tensor]:
     """Every image file under the class folders, sorted, with its class index."""
-    files: list[Path] = []
+    files: list[str] = []
     labels: list[int] = []
     for index, name in enumerate(classes):
-        below = (path / name).rglob("*") if (path / name).is_dir() else iter(())
-        images = sorted(file for file in below if file.suffix.lower() in SUFFIXES)
+        below = os.walk(path / name, followlinks=True)
+        images = sorted(
+            f"{place}{os.sep}{file}"
+            for place, _, names in below
+            for file in names
+            if file.lower().endswith(SUFFIXES)
+        )
         files += images
         labels += [index] * len(images)
     if not files:
-        raise ValueError(f"No image file under {path}; looked for {', '.join(sorted(SUFFIXES))}.")
+        raise ValueError(f"No image file under {path}; looked for {', '.join(SUFFIXES)}.")
     return tuple(files), torch.tensor(labels)
 
 

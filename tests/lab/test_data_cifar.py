@@ -7,7 +7,7 @@ import torch
 
 from steppe.lab import data
 from steppe.lab.data.catalog import CATALOGUE, content_digest
-from steppe.lab.data.cifar import averaged
+from steppe.lab.data.cifar import NORMALISATION, averaged
 
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 
@@ -72,7 +72,13 @@ def test_each_set_is_normalised_with_its_own_pixels_mean_and_std(name, request):
 def test_cifar100_with_cifar10s_numbers_says_so(real_data, cifar10, cifar100):
     other = data.load("cifar100", root=real_data("cifar100"), normalisation="cifar10")
     assert other.train.pipeline.mean == cifar10.train.pipeline.mean != cifar100.train.pipeline.mean
-    assert "normalised with cifar10's numbers" in other.note
+    assert "normalised with the numbers of cifar10" in other.note
+
+
+def test_the_released_codes_deviation_is_the_mean_of_the_images_own(cifar10):
+    own = (cifar10.train.inputs[:10_000].float() / 255).flatten(2).std(2).mean(0)
+    released = torch.tensor(NORMALISATION["released"].std)
+    torch.testing.assert_close(own, released, atol=2e-3, rtol=0)
 
 
 def test_real_images_are_augmented_as_the_paper_says(cifar10):
@@ -172,7 +178,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         (
             "cifar100",
             {"normalisation": "mnist"},
-            "normalisation must be cifar10 or cifar100, got 'mnist'",
+            "No normalisation is called 'mnist'",
         ),
         ("cifr10", {}, "No data set is called 'cifr10'. Did you mean cifar10"),
         ("fashion-mnist", {"downsample": 14}, "fashion-mnist has no option 'downsample'"),

@@ -71,7 +71,9 @@ def load(
         data = with_validation(data, validation, seed=seed)
     usual = FOLDER_AUGMENT if name.startswith("folder:") else AUGMENT.get(name, ())
     chosen = usual if augment is None else tuple(augment)
-    return replace(data, train=data.train.augmented(chosen)) if chosen or augment == () else data
+    if augment is None and not usual:
+        return data  # a Data of the user's may bring its own augmentations
+    return replace(data, train=data.train.augmented(chosen))
 
 
 def raw(name: str, root: Path | None, options: Mapping[str, Any]) -> Data:

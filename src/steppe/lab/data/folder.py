@@ -97,7 +97,7 @@ def labelled_files(path: Path, classes: list[str]) -> tuple[tuple[str, ...], Ten
     files: list[str] = []
     labels: list[int] = []
     for index, name in enumerate(classes):
-        below = os.walk(path / name, followlinks=True)
+        below = os.walk(path / name)
         images = sorted(
             f"{place}{os.sep}{file}"
             for place, _, names in below

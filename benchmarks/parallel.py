@@ -37,13 +37,13 @@ from steppe.lab import models
 Step = Callable[[], None]
 
 
-def contender(method: steppe.Method, batch: int, width: float, group: Any) -> Step:
+def contender(method: steppe.Method, batch: int, width: float, group: Any, **options: Any) -> Step:
     """One training step of a method under DDP in the given group, with its own batch."""
     torch.manual_seed(0)
     model = models.build("resnet18", classes=10, shape=(3, 32, 32), width=width)
     model = DDP(model.to(memory_format=torch.channels_last), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    perturber = steppe.attach(model, optimizer, method)
+    perturber = steppe.attach(model, optimizer, method, **options)
     x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (batch,))
 
@@ -130,6 +130,11 @@ def work(arguments: argparse.Namespace) -> None:
     steps["all-reduce of the gradient alone"] = (gradient_exchange(arguments.width), True)
     times = in_turns(steps, arguments.rounds)
     volumes = {name: bytes_sent(step) for name, (step, both) in steps.items() if both}
+    climb = contender(
+        steppe.sam(), arguments.batch // 2, arguments.width, dist.group.WORLD, ascent="global"
+    )
+    climb()  # DDP settles its buckets in the first step
+    volumes["SAM, two processes, global ascent"] = bytes_sent(climb)
     if dist.get_rank() == 0:
         report(arguments, times, volumes, load)
     dist.barrier()
@@ -153,6 +158,8 @@ def report(
         sent = f"{volumes[name] / 1e6:.2f}" if name in volumes else ""
         span = f"{s['low']:.3f}–{s['high']:.3f}"
         print(f"{name:42}{s['median']:>10.3f}{span:>16}{s['median'] / base:>8.2f}{sent:>10}")
+    name = "SAM, two processes, global ascent"
+    print(f"{name:42}{'':34}{volumes[name] / 1e6:>10.2f}")
     ours = found["m-ARWP, two processes, a batch each"]["median"]
     print(
         f"m-ARWP over two processes: {ours / base:.2f} × SGD in one, {ours / floor:.2f} × two-process SGD"

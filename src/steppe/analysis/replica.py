@@ -140,7 +140,7 @@ class Replica:
             gradient = torch.func.grad(loss, argnums=tuple(range(len(names))))
             at = tuple(p.detach() for p in self.params)
             with sdpa_kernel(SDPBackend.MATH):
-                _, products = torch.func.jvp(gradient, at, tuple(vector))
+                products = torch.func.jvp(gradient, at, tuple(vector))[1]
             for s, h in zip(sums, products, strict=True):
                 s.add_(h, alpha=len(x))
             count += len(x)

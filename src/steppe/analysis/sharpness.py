@@ -80,7 +80,7 @@ def sharpness(
     bar.start(problem, "forwards")
     with problem.replica() as replica:
         scales = asam_scales(replica) if adaptive else None
-        base = torch.tensor([replica.evaluate(part)[0] for part in rows]).double()
+        base = _losses(replica, rows)
         if case == "worst":
             rises = _worst(replica, rows, rho, steps, scales, bar) - base
             value, error = weighted_mean(rises, sizes)
@@ -141,9 +141,13 @@ def _average(
             eps = [e * c for e, c in zip(eps, scales, strict=True)]
         for sign in (std, -std):
             replica.offset(eps, sign)
-            losses[i] += torch.tensor([replica.evaluate(part)[0] for part in rows]).double() / 2
+            losses[i] += _losses(replica, rows) / 2
             bar.step()
     return losses
+
+
+def _losses(replica: Replica, rows: list[slice]) -> Tensor:
+    return torch.tensor([replica.evaluate(part)[0] for part in rows], dtype=torch.float64)
 
 
 def _check(rho: float, case: str, m: int, draws: int, steps: int) -> None:

@@ -6,7 +6,7 @@ from steppe.analysis import Problem, top_eigs
 
 from .known import full_hessian, quadratic, rotated, settled_net
 
-N = 70
+N = 50
 
 
 def bulk(count, seed=0):
@@ -39,7 +39,7 @@ def test_the_error_never_exceeds_the_residual(spectrum, dtype, scale):
         exact = torch.linalg.eigvalsh(H.double())
         reference = N * torch.finfo(torch.float64).eps * exact.abs().max()  # eigvalsh rounds too
         for k, tol in ((1, 1e-3), (4, 1e-5)):
-            result = top_eigs(quadratic(H), k, tol, smallest=k, seed=seed)
+            result = top_eigs(quadratic(H), k, tol, smallest=k, seed=seed, mode="backward")
             assert result.converged
             top, low = exact.flip(0)[:k], exact[:k]
             assert ((result.values - top).abs() <= result.residuals + reference).all()

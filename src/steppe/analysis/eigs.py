@@ -45,7 +45,7 @@ def top_eigs(
     smallest: int = 0,
     seed: int = 0,
     max_steps: int = 300,
-    mode: ProductMode = "backward",
+    mode: ProductMode = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Eigenvalues:

@@ -32,13 +32,16 @@ def estimate(problem: Problem, *, forwards: int = 0, gradients: int = 0, product
     One micro-batch of each is run and measured. `landscape` takes `n * n` forwards,
     `spectrum` takes `steps * probes` products.
     """
+    from steppe.analysis.hessian import Hessian
+
     with problem.replica() as replica:
+        hessian = Hessian(replica)
         size = len(next(replica.batches())[0])
         rows = slice(0, size)
         works: list[tuple[int, Callable[[], object]]] = [
             (forwards, lambda: replica.evaluate(rows)),
             (gradients, lambda: replica.gradient(rows)),
-            (products, lambda: replica.product(replica.centre, rows)),
+            (products, lambda: hessian.product(replica.centre, rows)),
         ]
         flops = seconds = 0.0
         for count, work in works:

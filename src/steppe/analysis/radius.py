@@ -14,6 +14,7 @@ from torch import Tensor
 from steppe.analysis.ascent import ascend, sam_direction
 from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import filter_norms, orthonormal, random_like, unit
+from steppe.analysis.hessian import Hessian
 from steppe.analysis.means import weighted_mean
 from steppe.analysis.problem import Problem
 from steppe.analysis.progress import Progress
@@ -93,7 +94,7 @@ def perturbation_curve(
     bar = Progress("radius", len(lengths) * _passes(kinds, count, steps), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
-        scan = _Scan(replica, lengths, base, steps, bar, len(blocks))
+        scan = _Scan(replica, Hessian(replica), lengths, base, steps, bar, len(blocks))
         rows = store.load()
         bar.start(problem, "forwards")
         for kind in kinds:
@@ -123,6 +124,7 @@ class _Scan:
     """Rows of (loss, second-order theory) over the radii, one for each direction or batch."""
 
     replica: Replica
+    hessian: Hessian
     radii: list[float]
     base: float
     steps: int
@@ -133,8 +135,7 @@ class _Scan:
         """The mean of both ways along one direction: odd terms cancel."""
         replica = self.replica
         replica.place(replica.centre)
-        flat = [p.double() for p in u]
-        curvature = _dot(flat, replica.product(u))
+        curvature = self.hessian.curvature(u)
         loss = []
         for r in self.radii:
             both = []
@@ -150,7 +151,7 @@ class _Scan:
         """Along (or from) the gradient of one batch, measured on it."""
         replica = self.replica
         v, slope = sam_direction(replica, rows)
-        curvature = _dot([p.double() for p in v], replica.product(v, rows))
+        curvature = self.hessian.curvature(v, rows)
         base = replica.evaluate(rows)[0]
         climbing = self.steps if kind == "pgd" else 0
         loss, theory = [], []
@@ -168,10 +169,6 @@ def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[l
     norms = [filter_norms(w) for w in replica.centre]
     draws = [random_like(replica.centre, seed + i) for i in range(count)]
     return [unit([z * n for z, n in zip(draw, norms, strict=True)]) for draw in draws]
-
-
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return float(sum((p * q).sum().item() for p, q in zip(a, b, strict=True)))
 
 
 def _passes(kinds: Sequence[str], count: int, steps: int) -> int:

@@ -56,7 +56,7 @@ def spectrum(
     seed: int = 0,
     points: int = 1024,
     width: float = 0.01,
-    mode: ProductMode = "backward",
+    mode: ProductMode = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Spectrum:

@@ -8,26 +8,27 @@ which people without full colour vision can tell apart; lines differ in dash as 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from steppe import theory
 from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
+from steppe.report.canvas import COLOURS, SURFACE, line_style, named, panels, save_figure
+
+__all__ = [
+    "landscape_figure",
+    "radius_figure",
+    "save_figure",
+    "slice_figure",
+    "spectrum_figure",
+    "tradeoff_figure",
+]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-T = TypeVar("T")
-
-# Okabe & Ito (2008), in the order in which they are easiest to tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)), (0, (7, 2)))
-SURFACE = "cividis"
 
 
 def landscape_figure(
@@ -41,36 +42,39 @@ def landscape_figure(
     The loss has a logarithmic scale where it spans more than a factor of 20. Points that are not
     finite are holes, hatched and counted in the panel's title.
     """
-    named = _named(results)
-    surfaces = {name: _surface(name, result, value) for name, result in named.items()}
+    by_name = named(results)
+    from matplotlib.cm import ScalarMappable
+
+    surfaces = {name: _surface(name, result, value) for name, result in by_name.items()}
     norm = _shared_norm(list(surfaces.values()), log=value == "loss")
-    options = {"projection": "3d"} if kind == "surface" else {}
-    figure, axes = _panels(len(named), options)
-    drawn = None
-    for axis, (name, result) in zip(axes, named.items(), strict=True):
-        drawn = _draw_surface(axis, result, surfaces[name], kind, norm)
+    if kind not in ("contour", "surface", "heat"):
+        raise ValueError(f'kind must be "contour", "surface" or "heat", got {kind!r}.')
+    figure, axes = panels(len(by_name), projection="3d" if kind == "surface" else None)
+    for axis, (name, result) in zip(axes, by_name.items(), strict=True):
+        _draw_surface(axis, result, surfaces[name], kind, norm)
         axis.set_title(f"{name} ({result.holes} not finite)" if result.holes else name)
         axis.set_xlabel("along $d_2$")
         axis.set_ylabel("along $d_1$")
-    figure.colorbar(drawn, ax=list(axes), label=_label(value), shrink=0.85)
+    figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label=value, shrink=0.85)
     return figure
 
 
-def slice_figure(results: Mapping[str, Landscape | Line] | Landscape | Line) -> Figure:
+def slice_figure(results: Landscape | Line | Mapping[str, Landscape | Line]) -> Figure:
     """Loss along one line a method: the middle of a landscape, or an interpolation."""
-    named = _named(results)
-    figure, (axis,) = _panels(1, width=5.0)
-    for i, (name, result) in enumerate(named.items()):
+    by_name: dict[str, Landscape | Line] = named(results)
+    figure, (axis,) = panels(1, width=5.0)
+    for i, (name, result) in enumerate(by_name.items()):
         if isinstance(result, Line):
             along, loss = result.t, result.loss
         else:
             along, loss = result.a, result.loss[:, int(result.b.abs().argmin())]
-        axis.plot(along, loss, color=_colour(i), linestyle=_dash(i), label=name)
+        axis.plot(along, loss, **line_style(i), label=name)
     axis.set_xlabel("position along the line")
     axis.set_ylabel("loss")
-    if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in named.values()):
+    if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in by_name.values()):
         axis.set_yscale("log")
-    return _with_legend(figure, axis)
+    axis.legend(frameon=False)
+    return figure
 
 
 def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float = 1e-7) -> Figure:
@@ -78,18 +82,19 @@ def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float 
 
     Panels share both axes: flatter is narrower. `floor` is relative to the highest density.
     """
-    named = _named(results)
-    figure, axes = _panels(len(named), {}, width=7.0, height=2.0, columns=1, share=True)
-    peak = max(float(result.density.max()) for result in named.values())
-    for i, (axis, (name, result)) in enumerate(zip(axes, named.items(), strict=True)):
-        axis.fill_between(result.grid, floor * peak, result.density, color=_colour(i), alpha=0.35)
-        axis.plot(result.grid, result.density, color=_colour(i), linewidth=1)
-        axis.plot(result.largest, floor * peak, marker="^", color="black", clip_on=False, zorder=5)
+    by_name = named(results)
+    figure, axes = panels(len(by_name), width=7.0, height=2.0, columns=1, share=True)
+    peak = max(float(result.density.max()) for result in by_name.values())
+    for i, (axis, (name, result)) in enumerate(zip(axes, by_name.items(), strict=True)):
+        axis.fill_between(
+            result.grid, floor * peak, result.density, color=COLOURS[i % len(COLOURS)], alpha=0.35
+        )
+        axis.plot(result.grid, result.density, color=COLOURS[i % len(COLOURS)], linewidth=1)
+        axis.axvline(result.largest, color="black", linewidth=0.8, linestyle=":")
         axis.annotate(
-            rf"$\lambda_{{\max}}$ = {result.largest:.3g}",
-            (result.largest, floor * peak),
-            xytext=(-4, 10),
-            textcoords="offset points",
+            rf"$\lambda_{{\max}}$ = {result.largest:.3g} ",
+            (result.largest, 0.82),
+            xycoords=("data", "axes fraction"),
             ha="right",
         )
         axis.set_yscale("log")
@@ -103,10 +108,10 @@ def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float 
 
 def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
     """Expected loss against perturbation radius, with error bars and second-order theory."""
-    named = _named(results)
-    figure, axes = _panels(len(named), {}, share=True)
+    by_name = named(results)
+    figure, axes = panels(len(by_name), share=True)
     labels = {"random": "random", "sam": "adversarial, one step", "pgd": "adversarial, ascent"}
-    for axis, (name, result) in zip(axes, named.items(), strict=True):
+    for axis, (name, result) in zip(axes, by_name.items(), strict=True):
         top = float(result.loss[torch.isfinite(result.loss)].max())
         for i, kind in enumerate(result.kinds):
             errors = torch.nan_to_num(result.error[i], nan=0.0)
@@ -114,8 +119,7 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
                 result.radii,
                 result.loss[i],
                 yerr=errors,
-                color=_colour(i),
-                linestyle=_dash(i),
+                **line_style(i),
                 marker="osd"[i % 3],
                 markersize=4,
                 capsize=2,
@@ -124,13 +128,22 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
             # Far out second order says nothing; cut it where it leaves the picture.
             theory_line = result.theory[i].where(result.theory[i] <= 1.2 * top, math.nan)
             if torch.isfinite(theory_line).any():
-                axis.plot(result.radii, theory_line, color=_colour(i), linewidth=3, alpha=0.3)
+                axis.plot(
+                    result.radii,
+                    theory_line,
+                    color=COLOURS[i % len(COLOURS)],
+                    linewidth=3,
+                    alpha=0.3,
+                )
         axis.axhline(result.base, color="grey", linewidth=0.8)
         axis.set_xscale("log")
+        if float(result.loss.nan_to_num(math.inf).min()) > 0 and top > 20 * result.base:
+            axis.set_yscale("log")
         axis.set_title(f"{name}, batch {result.batch}, n = {result.origin['samples']}")
         axis.set_xlabel(r"perturbation radius $\|\epsilon\|$")
     axes[0].set_ylabel("expected loss (wide pale lines: second order)")
-    return _with_legend(figure, axes[0])
+    axes[0].legend(frameon=False)
+    return figure
 
 
 def tradeoff_figure(
@@ -147,13 +160,13 @@ def tradeoff_figure(
     and to the left of `lam = 1` (RWP) is the better trade. Right: the smoothness over sigma and
     lam, with lines of equal noise floor.
     """
-    figure, (left, right) = _panels(2, {}, width=5.0)
+    figure, (left, right) = panels(2, width=5.0)
     sigmas = [alpha / beta * 4 ** (-1 + 2.5 * i / (points - 1)) for i in range(points)]
     for i, lam in enumerate(lams):
         floors = [theory.noise_floor(beta, sigma, d, lam) for sigma in sigmas]
         smooth = [theory.mixed_smoothness(alpha, beta, sigma, lam) for sigma in sigmas]
         name = r"$\lambda$ = 1 (RWP)" if lam == 1 else rf"$\lambda$ = {lam:g}"
-        left.plot(floors, smooth, color=_colour(i), linestyle=_dash(i), label=name)
+        left.plot(floors, smooth, **line_style(i), label=name)
     left.axvspan(*(theory.noise_floor(beta, m * alpha / beta, d) for m in (1, 2)), alpha=0.12)
     left.set_xscale("log")
     left.set_xlabel(r"noise floor $2\beta^2\lambda^2\sigma^2 d$ (shaded: the lemma's range)")
@@ -163,21 +176,6 @@ def tradeoff_figure(
     return figure
 
 
-def save_figure(
-    figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = ("png", "svg")
-) -> list[Path]:
-    """Write the figure once a format, beside each other: `path` with its ending replaced."""
-    stem = Path(path)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for ending in formats:
-        target = stem.with_name(f"{stem.stem if stem.suffix else stem.name}.{ending}")
-        # No dates inside: the same result gives the same file.
-        figure.savefig(target, dpi=150, metadata={"Date": None} if ending == "svg" else None)
-        written.append(target)
-    return written
-
-
 def _draw_tradeoff_map(
     figure: Figure, axis: Axes, alpha: float, beta: float, d: int, sigmas: list[float]
 ) -> None:
@@ -185,38 +183,40 @@ def _draw_tradeoff_map(
     smooth = [[theory.mixed_smoothness(alpha, beta, s, lam) for s in sigmas] for lam in lams]
     floors = [[theory.noise_floor(beta, s, d, lam) for s in sigmas] for lam in lams]
     image = axis.pcolormesh(sigmas, lams, smooth, cmap=SURFACE, shading="nearest", rasterized=True)
-    lines = axis.contour(sigmas, lams, [[math.log10(f) for f in row] for row in floors], 6)
-    lines.set(color="white", linewidth=0.8)
-    axis.clabel(lines, fmt=lambda level: f"{10**level:.2g}", fontsize="small")
+    levels = [10**e for e in range(-12, 13)]
+    lines = axis.contour(sigmas, lams, floors, levels, colors="black", linewidths=0.8)
+    axis.clabel(lines, fmt=lambda level: f"{level:g}", fontsize="small")
     axis.set_xscale("log")
-    axis.set_xlabel(r"$\sigma$ (white lines: equal noise floor)")
+    ticks = [m * alpha / beta for m in (0.25, 0.5, 1, 2, 4, 8)]
+    axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel(r"$\sigma$ (lines: equal noise floor)")
     axis.set_ylabel(r"$\lambda$")
     figure.colorbar(image, ax=axis, label="smoothness")
 
 
-def _draw_surface(axis: Any, result: Landscape, z: Any, kind: str, norm: Any) -> Any:
+def _draw_surface(axis: Any, result: Landscape, z: Any, kind: str, norm: Any) -> None:
     import numpy as np
+    from matplotlib import colormaps
 
-    if kind not in ("contour", "surface", "heat"):
-        raise ValueError(f'kind must be "contour", "surface" or "heat", got {kind!r}.')
     b, a = np.meshgrid(result.b.numpy(), result.a.numpy())
     if kind == "surface":
         # A 3-D axis has no logarithmic scale of its own: heights are the colour scale's.
         heights = norm(z).filled(np.nan)
-        faces = _colormap()(np.ma.masked_invalid(heights))
+        faces = colormaps[SURFACE](np.ma.masked_invalid(heights))
         axis.plot_surface(b, a, heights, facecolors=faces, rstride=1, cstride=1, linewidth=0)
         axis.set_zticks([])
         axis.set_zlim(0, 1)
         axis.view_init(elev=35, azim=-60)
-        return _mappable(norm)
+        return
     axis.set_aspect("equal")
     axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
-    image = axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading="nearest", rasterized=True)
+    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading="nearest", rasterized=True)
     if kind == "contour":
         levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
         axis.contour(b, a, z, levels=levels, colors="white", linewidths=0.6)
-    axis.plot(0, 0, marker="+", color="white", markersize=9)
-    return image
+    for colour, width in (("white", 3), ("black", 1)):
+        axis.plot(0, 0, marker="+", color=colour, markersize=9, markeredgewidth=width)
 
 
 def _surface(name: str, result: Landscape, value: str) -> Any:
@@ -237,69 +237,3 @@ def _shared_norm(surfaces: list[Any], *, log: bool) -> Any:
     low, high = min(z.min() for z in surfaces), max(z.max() for z in surfaces)
     kind = LogNorm if log and low > 0 and high > 20 * low else Normalize
     return kind(low, high if high > low else low + 1e-12)
-
-
-def _mappable(norm: Any) -> Any:
-    from matplotlib.cm import ScalarMappable
-
-    return ScalarMappable(norm, SURFACE)
-
-
-def _colormap() -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps[SURFACE]
-
-
-def _panels(
-    count: int,
-    options: dict[str, Any] | None = None,
-    *,
-    width: float = 3.6,
-    height: float | None = None,
-    columns: int = 3,
-    share: bool = False,
-) -> tuple[Figure, list[Any]]:
-    try:
-        from matplotlib.figure import Figure as NewFigure
-    except ImportError as error:
-        raise ImportError(
-            "Figures need matplotlib, which is missing: pip install 'steppe[report]'."
-        ) from error
-    across = min(count, columns)
-    down = -(-count // across)
-    # A figure of its own, not pyplot's: nothing global, no window, no need to close it.
-    figure = NewFigure(
-        figsize=(width * across + 1, (height or 0.85 * width) * down + 0.6), layout="constrained"
-    )
-    axes = figure.subplots(
-        down, across, squeeze=False, subplot_kw=options, sharex=share, sharey=share
-    ).flat
-    used = list(axes)
-    for spare in used[count:]:
-        spare.remove()
-    return figure, used[:count]
-
-
-def _with_legend(figure: Figure, axis: Axes) -> Figure:
-    axis.legend(frameon=False)
-    return figure
-
-
-def _named(results: T | Mapping[str, T]) -> dict[str, T]:
-    named = dict(results) if isinstance(results, Mapping) else {"": results}
-    if not named:
-        raise ValueError("There is nothing to draw: no result was given.")
-    return named
-
-
-def _label(value: str) -> str:
-    return value
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _dash(index: int) -> Any:
-    return DASHES[index % len(DASHES)]

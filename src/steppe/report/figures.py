@@ -43,13 +43,13 @@ def landscape_figure(
     finite are holes, hatched and counted in the panel's title.
     """
     by_name = named(results)
+    if kind not in ("contour", "surface", "heat"):
+        raise ValueError(f'kind must be "contour", "surface" or "heat", got {kind!r}.')
+    figure, axes = panels(len(by_name), projection="3d" if kind == "surface" else None)
     from matplotlib.cm import ScalarMappable
 
     surfaces = {name: _surface(name, result, value) for name, result in by_name.items()}
     norm = _shared_norm(list(surfaces.values()), log=value == "loss")
-    if kind not in ("contour", "surface", "heat"):
-        raise ValueError(f'kind must be "contour", "surface" or "heat", got {kind!r}.')
-    figure, axes = panels(len(by_name), projection="3d" if kind == "surface" else None)
     for axis, (name, result) in zip(axes, by_name.items(), strict=True):
         _draw_surface(axis, result, surfaces[name], kind, norm)
         axis.set_title(f"{name} ({result.holes} not finite)" if result.holes else name)
@@ -73,7 +73,8 @@ def slice_figure(results: Landscape | Line | Mapping[str, Landscape | Line]) -> 
     axis.set_ylabel("loss")
     if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in by_name.values()):
         axis.set_yscale("log")
-    axis.legend(frameon=False)
+    if any(by_name):
+        axis.legend(frameon=False)
     return figure
 
 
@@ -152,7 +153,7 @@ def tradeoff_figure(
     d: int = 100,
     *,
     lams: Sequence[float] = (1.0, 0.9, 0.7, 0.5, 0.3),
-    points: int = 200,
+    points: int = 120,
 ) -> Figure:
     """Smoothness of the mixed loss against the noise floor, over sigma and lam.
 
@@ -179,7 +180,7 @@ def tradeoff_figure(
 def _draw_tradeoff_map(
     figure: Figure, axis: Axes, alpha: float, beta: float, d: int, sigmas: list[float]
 ) -> None:
-    lams = [i / 100 for i in range(1, 101)]
+    lams = [i / 60 for i in range(1, 61)]
     smooth = [[theory.mixed_smoothness(alpha, beta, s, lam) for s in sigmas] for lam in lams]
     floors = [[theory.noise_floor(beta, s, d, lam) for s in sigmas] for lam in lams]
     image = axis.pcolormesh(sigmas, lams, smooth, cmap=SURFACE, shading="nearest", rasterized=True)

@@ -1,6 +1,6 @@
 """What the analyses cost, as ratios measured in one interleaved run on one thread.
 
-    python benchmarks/analysis.py -o analysis.json      # about ten minutes
+    python benchmarks/analysis.py -o analysis.json      # some ten minutes on an idle core
     python benchmarks/analysis.py --quick               # a smoke run for CI, numbers mean nothing
 
 A ResNet-8 of about 76 k weights, 256 random images of 32x32 in batches of 64, trained for a few
@@ -213,29 +213,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, help="write the numbers here as JSON")
     parser.add_argument("--quick", action="store_true", help="a smoke run: numbers mean nothing")
+    parser.add_argument("--grid", type=int, default=25, help="points of a side of the landscape")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the landscapes")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    samples, n, rounds = (32, 2, 1) if options.quick else (256, 25, 5)
-    model, x, y = trained(steps=2 if options.quick else 150, samples=samples)
+    quick = options.quick
+    samples, size, grid, rounds = 256, 64, options.grid, options.rounds
+    if quick:
+        samples, size, grid, rounds = 32, 16, 2, 1
+    model, x, y = trained(steps=2 if quick else 150, samples=samples)
     problem = Problem(model, F.cross_entropy, (x, y), microbatch=64)
-    size = 16 if options.quick else 64
     batches = list(zip(x.split(size), y.split(size), strict=True))
-    report = {
-        "quick": options.quick,
+    report: dict[str, Any] = {
+        "quick": quick,
         "parameters": problem.size,
         "samples": samples,
+        "grid": grid,
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
-        "load": os.getloadavg(),
         "loss": problem.value(),
-        "product": product_times(problem, batches, 1 if options.quick else 15),
-        "eigenvalue": eigenvalue_products(problem, batches, 2 if options.quick else 100),
-        "landscape": landscape_times(problem, n, rounds),
-        "load_after": os.getloadavg(),
     }
-    text = json.dumps(report, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "product": lambda: product_times(problem, batches, 1 if quick else 4 * rounds),
+        "landscape": lambda: landscape_times(problem, grid, rounds),
+        "eigenvalue": lambda: eigenvalue_products(problem, batches, 2 if quick else 100),
+    }
+    for name, section in sections.items():
+        # Written after each: a run that is cut short keeps what it has measured.
+        report[name] = {**section(), "load": os.getloadavg()}
+        text = json.dumps(report, indent=2)
+        if options.output:
+            options.output.write_text(text + "\n")
     sys.stdout.write(text + "\n")
 
 

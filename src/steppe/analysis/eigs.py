@@ -166,8 +166,9 @@ class _Search:
         """Whether each value wanted has been good to a tenth of `tol` three steps in a row.
 
         A Ritz value on its way past a cluster pauses below the largest eigenvalue with a small
-        residual. Of 800 searches among clustered spectra, stopping at the first residual below
-        `tol` gave 16 whose error exceeded it; this rule gave 2, for three products more.
+        residual. Of 300 searches among spectra with clusters or without gaps, stopping at the first
+        residual below `tol` left 33 with a larger error than residual; this rule left 3. On
+        spectra like those of nets neither failed (of 100), and this rule took 10.5 steps, not 7.
         """
         top, bottom = counts
         if len(krylov) < min(top + bottom, krylov.room):

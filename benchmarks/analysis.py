@@ -4,8 +4,9 @@
     python benchmarks/analysis.py --quick               # a smoke run for CI, numbers mean nothing
 
 A ResNet-8 of about 76 k weights, 256 random images of 32x32 in batches of 64, trained for a few
-steps so that its Hessian has outliers. Times on a shared machine drift; each ratio is therefore
-the median over rounds in which both sides run one after the other. PyHessian takes part where it
+steps so that its Hessian has outliers. Times on a shared machine drift: the clock is the
+processor time of this one-threaded process, and each ratio is the median over rounds in which
+both sides run one after the other. PyHessian takes part where it
 is installed (`pip install pyhessian`) and is left out with a note where it is not.
 """
 
@@ -85,15 +86,15 @@ def trained(steps: int, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def interleaved(rounds: int, **works: Work) -> dict[str, list[float]]:
-    """Seconds of each work in each round, all works of a round after each other."""
+    """Processor seconds of each work in each round, all works of a round after each other."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in range(rounds):
         for name, work in works.items():
-            start = time.perf_counter()
+            start = time.process_time()
             work()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.process_time() - start)
     return times
 
 

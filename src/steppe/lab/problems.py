@@ -1,0 +1,164 @@
+"""What a run works on: its data, its model and its task, by name or given as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from steppe.lab import data as datasets
+from steppe.lab import models, tasks
+from steppe.lab.config import Config
+from steppe.lab.data import Data
+from steppe.lab.errors import LabError
+from steppe.lab.imports import resolve, source_fingerprint
+from steppe.lab.pretrained import load_weights
+from steppe.lab.tasks import Task
+
+ModelFn = Callable[[], nn.Module]
+GIVEN = "given:"
+"""Prefix of names of data, models and tasks that came as Python objects."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Python objects in place of names: a function that makes the model, data sets, a task.
+
+    `data` may be a function of the seed, for data that should differ between seeds.
+    """
+
+    model: ModelFn | None = None
+    data: Data | Callable[[int], Data] | None = None
+    task: Task | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, a new model and a task."""
+
+    data: Data
+    model: nn.Module
+    task: Task
+
+
+def named(config: Config, sources: Sources) -> Config:
+    """The config with names for the objects given, and the fingerprint of all code of the user's."""
+    changes: dict[str, str] = {}
+    code: list[object] = []
+    if sources.model is not None:
+        changes["model"] = GIVEN + getattr(sources.model, "__qualname__", "model")
+        code.append(sources.model)
+    if sources.data is not None:
+        changes["data"] = GIVEN + (getattr(sources.data, "name", None) or "data")
+    if sources.task is not None:
+        changes["task"] = GIVEN + sources.task.name
+        code.append(sources.task.loss)
+    for name in (config.data, config.model, config.task):
+        if name and _is_user_code(name):
+            code.append(resolve(name, "name"))
+    fingerprint = source_fingerprint(*code) if code else ""
+    if isinstance(sources.data, Data):
+        fingerprint += data_fingerprint(sources.data)
+    return config.replace(**changes, code=fingerprint)  # type: ignore[arg-type]
+
+
+def load_problem(config: Config, sources: Sources) -> Problem:
+    """Data, model and task of a run; the model is drawn from torch's global generator."""
+    for kind, name, given in (
+        ("model", config.model, sources.model),
+        ("data", config.data, sources.data),
+        ("task", config.task or "", sources.task),
+    ):
+        if name.startswith(GIVEN) and given is None:
+            raise LabError(
+                f"this run's {kind} came from Python code ({name}), which no file can bring back: "
+                "call steppe.lab.train again with it."
+            )
+    data = load_data(config, sources)
+    task = sources.task or tasks.get(config.task or data.task)
+    model = build_model(config, data, sources)
+    if config.init is not None:
+        load_weights(model, Path(config.init), outputs=data.classes)
+    _check_fit(model, data, task)
+    return Problem(data, model, task)
+
+
+def load_data(config: Config, sources: Sources) -> Data:
+    """The data set of a run."""
+    seed = config.seed if config.data_seed is None else config.data_seed
+    if isinstance(sources.data, Data):
+        return sources.data
+    if sources.data is not None:
+        return sources.data(seed)
+    try:
+        return datasets.load(
+            config.data,
+            root=None if config.root is None else Path(config.root),
+            seed=seed,
+            train_size=config.train_size,
+            label_noise=config.label_noise,
+            augment=config.augment,
+            validation=config.validation,
+            **config.data_options,
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise LabError(f"data {config.data!r}: {error}") from error
+    except OSError as error:
+        raise LabError(f"data {config.data!r}: {error.strerror or ''} {error.filename or error}")
+
+
+def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:
+    """A newly initialised model for the data."""
+    if sources.model is not None:
+        return sources.model()
+    outputs = data.classes if data.classes is not None else 1
+    try:
+        return models.build(
+            config.model,
+            classes=outputs,
+            shape=data.shape,
+            width=config.width,
+            **config.model_options,
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise LabError(f"model {config.model!r}: {error}") from error
+
+
+def data_fingerprint(data: Data) -> str:
+    """A digest of sizes, first and last samples: enough to tell one data set from another."""
+    import hashlib
+
+    digest = hashlib.sha256(repr((data.name, data.note, len(data.train), len(data.test))).encode())
+    for split in (data.train, data.test):
+        ends = torch.tensor([0, len(split) // 2, len(split) - 1])
+        for x, y in split.batches([ends], augment_seed=None):
+            digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
+    return digest.hexdigest()[:8]
+
+
+def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
+    """Raise now, in words, for a model that does not fit the data."""
+    x, y = next(iter(data.test.batches([torch.arange(min(2, len(data.test)))], augment_seed=None)))
+    training = model.training
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(x)
+    except (RuntimeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise LabError(f"the model cannot take a batch of shape {tuple(x.shape)}: {first}") from error
+    finally:
+        model.train(training)
+    if task.name == "classification" and data.classes != outputs.shape[-1]:
+        raise LabError(
+            f"the model gives {outputs.shape[-1]} outputs, but {data.name} has {data.classes} "
+            f"classes. Build the model with {data.classes} outputs."
+        )
+    task.measure(outputs, y)
+
+
+def _is_user_code(name: str) -> bool:
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix not in ("torchvision", "timm", GIVEN[:-1])

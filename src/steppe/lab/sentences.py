@@ -1,0 +1,157 @@
+"""What a comparison says: its table and its plain sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from steppe.lab.statistics import ENOUGH, Difference, mean_std
+from steppe.lab.tables import Table, join_words, signed
+
+if TYPE_CHECKING:
+    from steppe.lab.comparison import Comparison, Row
+
+NAMES = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "rmse": "RMSE", "mae": "MAE"}
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """One row per method: the deciding metric, its difference to the baseline, the rest, the cost."""
+    metric, base = comparison.example.metric, comparison.baseline
+    others = [m for m in comparison.example.metrics["test"] if m not in (metric, "loss")]
+    both = any(row.chosen not in ("", "given") for row in comparison.rows)
+    header = (
+        "method",
+        "strength",
+        *(("chosen",) if both else ()),
+        f"test {NAMES.get(metric, metric)}",
+        f"difference to {base.label}",
+        "p (Holm)",
+        "gap",
+        *(f"test {NAMES.get(name, name)}" for name in others),
+        "time ×",
+        "FLOPs ×",
+        "n",
+    )
+    rows = [_cells(row, comparison, others, both) for row in comparison.rows]
+    return Table(header, tuple(rows), _title(comparison), _notes(comparison))
+
+
+def _cells(row: Row, comparison: Comparison, others: list[str], both: bool) -> tuple[str, ...]:
+    metric = comparison.example.metric
+    digits = 2 if comparison.example.unit else 4
+    mean, std = mean_std(row.values("test", metric))
+    gap, _ = mean_std(row.gaps())
+    rest = (mean_std(row.values("test", name))[0] for name in others)
+    return (
+        row.label,
+        row.strength or "–",
+        *((row.chosen or "–",) if both else ()),
+        f"{mean:.{digits}f} ± {std:.{digits}f}" if row.finished else "diverged",
+        _interval(row.difference, digits),
+        "–" if row.difference is None else _p(row.difference),
+        f"{gap:.{digits}f}",
+        *(f"{value:.3f}" if value < 1 else f"{value:.2f}" for value in rest),
+        f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
+        f"{row.cost['flops']:.2f}",
+        str(len(row.finished)),
+    )
+
+
+def _interval(difference: Difference | None, digits: int) -> str:
+    if difference is None:
+        return "–"
+    if difference.n < 2:
+        return signed(difference.mean, digits)
+    low, high = signed(difference.low, digits), signed(difference.high, digits)
+    return f"{signed(difference.mean, digits)} [{low}, {high}]"
+
+
+def _p(difference: Difference) -> str:
+    if difference.n < ENOUGH:
+        return "–"
+    return "<0.001" if difference.p_holm < 0.001 else f"{difference.p_holm:.3f}"
+
+
+def _title(comparison: Comparison) -> str:
+    config, example = comparison.config, comparison.example
+    about = f"{config.data}{f' ({example.data_note})' if example.data_note else ''}"
+    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
+    return f"{about}, {config.model}, {example.steps} steps of batch {config.batch}, {seeds}"
+
+
+def _notes(comparison: Comparison) -> tuple[str, ...]:
+    environment = comparison.example.environment
+    lines = [comparison.sentence()]
+    lines.append(
+        "Mean ± standard deviation over seeds, final model. Differences are paired by seed, with "
+        "t-intervals at the level of Holm's test over all rows. Gap: training minus test."
+    )
+    trials = sum(row.trials for row in comparison.rows)
+    if trials:
+        lines.append(
+            f"Strengths were tuned on a validation split of the training data ({trials} runs, "
+            "other seeds); test data chose nothing."
+        )
+    lines.append(
+        f"torch {environment.get('torch')}, steppe {environment.get('steppe')} "
+        f"({environment.get('commit') or 'installed'}), {environment.get('processor')}, "
+        f"{environment.get('threads')} thread(s) a run."
+    )
+    return tuple(lines)
+
+
+def comparison_sentence(comparison: Comparison) -> str:
+    """`Over 10 seeds, SAM (+9.21) and RWP (+6.90) are better than SGD in test accuracy; …`"""
+    example, base = comparison.example, comparison.baseline
+    digits = 2 if example.unit else 4
+    unit = f" {example.unit}" if example.unit else ""
+    groups: dict[str, list[Row]] = {}
+    for row in comparison.rows[1:]:
+        if row.difference is not None:
+            groups.setdefault(row.difference.verdict, []).append(row)
+    parts = []
+    for verdict in ("better", "worse"):
+        if rows := groups.get(verdict):
+            named = [f"{r.label} ({signed(_difference(r).mean, digits)})" for r in rows]
+            are = "is" if len(rows) == 1 else "are"
+            parts.append(f"{join_words(named)} {are} {verdict} than {base.label}")
+    if rows := groups.get("no difference seen"):
+        least = max(_difference(r).smallest for r in rows)
+        parts.append(
+            f"no difference to {base.label} was seen for {join_words([r.label for r in rows])} "
+            f"(one below {least:.{digits}f}{unit} could not have been)"
+        )
+    n = len(comparison.seeds)
+    seeds = "1 seed" if n == 1 else f"{n} seeds"
+    said = ""
+    if parts:
+        said = f"Over {seeds}, in test {example.metric}{f' ({example.unit})' if unit else ''}: "
+        said += "; ".join(parts) + "."
+    return " ".join(filter(None, [said, _too_few(groups, digits, unit), _diverged(comparison)]))
+
+
+def _too_few(groups: dict[str, list[Row]], digits: int, unit: str) -> str:
+    rows = groups.get("too few seeds")
+    if not rows:
+        return ""
+    names = join_words([row.label for row in rows])
+    n = min(_difference(row).n for row in rows)
+    seeds = "1 seed is" if n == 1 else f"{n} seeds are"
+    text = f"{seeds} too few for a verdict on {names} ({ENOUGH} are needed)"
+    if n >= 2:
+        least = max(_difference(row).smallest for row in rows)
+        text += f"; differences below {least:.{digits}f}{unit} could not have been told from chance"
+    return text + "."
+
+
+def _diverged(comparison: Comparison) -> str:
+    lost = [
+        f"{row.label} in {len(row.results) - len(row.finished)} of {len(row.results)} seeds"
+        for row in comparison.rows
+        if len(row.finished) < len(row.results)
+    ]
+    return f"Diverged: {join_words(lost)}." if lost else ""
+
+
+def _difference(row: Row) -> Difference:
+    assert row.difference is not None
+    return row.difference

@@ -1,7 +1,59 @@
 """steppe: train PyTorch models into flat minima with random weight perturbation."""
 
+from steppe.attach import attach
+from steppe.batchnorm import recompute_norm_stats
+from steppe.methods import (
+    Method,
+    Pass,
+    antithetic_rwp,
+    arwp,
+    asam,
+    lpf_sgd,
+    m_arwp,
+    m_rwp,
+    mixed,
+    msam,
+    rwp,
+    sam,
+    sgd,
+)
+from steppe.perturbations import (
+    AdaptiveGaussian,
+    Ascent,
+    Gaussian,
+    MomentumAscent,
+    Perturbation,
+)
+from steppe.perturber import Perturber, Probe
 from steppe.schedules import Schedule, constant, cosine_increase, linear
 
 __version__ = "0.1.0"
 
-__all__ = ["Schedule", "constant", "cosine_increase", "linear"]
+__all__ = [
+    "AdaptiveGaussian",
+    "Ascent",
+    "Gaussian",
+    "Method",
+    "MomentumAscent",
+    "Pass",
+    "Perturbation",
+    "Perturber",
+    "Probe",
+    "Schedule",
+    "antithetic_rwp",
+    "arwp",
+    "asam",
+    "attach",
+    "constant",
+    "cosine_increase",
+    "linear",
+    "lpf_sgd",
+    "m_arwp",
+    "m_rwp",
+    "mixed",
+    "msam",
+    "recompute_norm_stats",
+    "rwp",
+    "sam",
+    "sgd",
+]

@@ -1,0 +1,194 @@
+"""`attach`: look at everything the user gave, refuse what cannot work, then start."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from steppe.engine import Engine
+from steppe.hooks import Hooks, is_attached
+from steppe.ledger import Ledger
+from steppe.methods import Method
+from steppe.perturber import Perturber
+from steppe.weights import Weights
+
+MicrobatchLoss = Literal["mean", "sum"]
+OnIncomplete = Literal["warn", "raise"]
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    *,
+    seed: int = 0,
+    exclude: Sequence[str] = (),
+    microbatch_loss: MicrobatchLoss = "mean",
+    scaler: torch.amp.GradScaler | None = None,
+    on_incomplete: OnIncomplete = "warn",
+) -> Perturber:
+    """Train `model` with `method` from now on; the loop stays as it is.
+
+    Args:
+        model: the object that the loop calls (the compiled or wrapped one, if it is).
+        optimizer: any `torch.optim` optimizer over the model's parameters. Options of a parameter
+            group: `perturb=False` leaves it out, `strength=0.5` scales its perturbation.
+        method: `steppe.arwp()`, `steppe.m_arwp(0.015)`, …
+        seed: of the noise. The global random state is never touched.
+        exclude: names of parameters to leave out, for example `("*.bias", "*norm*")`.
+        microbatch_loss: "mean" if the loop divides each micro-batch's loss by their number, which
+            is usual; "sum" if it does not.
+        scaler: the `GradScaler`, if there is one (needed by m_arwp and by `perturber.backward`).
+        on_incomplete: what to do about a step, after the first, whose number of micro-batches the
+            passes do not divide: "warn" weighs what ran to one, "raise" refuses.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> perturber = attach(model, optimizer, Method("rwp", rwp(0.01).passes))
+    >>> model(torch.randn(8, 4)).square().mean().backward()
+    >>> optimizer.step()
+    >>> perturber.step
+    1
+    """
+    _check_kinds(model, optimizer, method, seed, microbatch_loss, on_incomplete, scaler)
+    if is_attached(model):
+        raise RuntimeError(
+            "This model (or a part of it) is attached already. Call detach() on its perturber first."
+        )
+    method = method.for_model(model)
+    if method.needs_steps:
+        raise ValueError(
+            f"A schedule of {method.name}() does not know how long training is. Give it the number "
+            "of optimizer steps: cosine_increase(0, 0.01, steps=epochs * len(loader))."
+        )
+    choice = choose(model, optimizer, exclude)
+    if method.perturbs and not choice.perturbed:
+        raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
+    weights = Weights(choice.perturbed)
+    ledger = Ledger(
+        method,
+        weights,
+        optimizer,
+        microbatch_loss=microbatch_loss,
+        on_incomplete=on_incomplete,
+        scaler=scaler,
+    )
+    engine = Engine(model, method, weights, ledger, seed)
+    return Perturber(engine, Hooks(engine, microbatch_loss), choice.skipped)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which parameters are perturbed, and why the others are not."""
+
+    perturbed: list[tuple[str, nn.Parameter, dict[str, Any]]]
+    skipped: dict[str, str]
+
+
+def choose(
+    model: nn.Module, optimizer: torch.optim.Optimizer, exclude: Iterable[str] = ()
+) -> Choice:
+    """Sort the parameters of model and optimizer, or say what does not fit."""
+    names = parameter_names(model)
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    if strangers := [p for p in groups if p not in names]:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        raise ValueError(
+            f"{len(strangers)} of the optimizer's parameters (shapes {shapes}) are not the model's. "
+            "Attach the model whose parameters the optimizer was made from."
+        )
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
+            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=3)
+    perturbed, skipped = [], {}
+    for param, known in names.items():
+        group = groups.get(param)
+        reason = _reason_to_skip(param, known, group, patterns)
+        if reason is None and group is not None:
+            perturbed.append((known[0], param, group))
+        else:
+            skipped[known[0]] = reason or ""
+    order = {param: number for number, param in enumerate(groups)}
+    perturbed.sort(key=lambda entry: order[entry[1]])
+    return Choice(perturbed, skipped)
+
+
+def _reason_to_skip(
+    param: nn.Parameter, names: list[str], group: dict[str, Any] | None, patterns: list[str]
+) -> str | None:
+    if group is None:
+        return "frozen" if not param.requires_grad else "not in the optimizer"
+    if not group.get("perturb", True):
+        return "perturb=False in its group"
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in names):
+            return f"excluded by {pattern!r}"
+    if param.numel() == 0:
+        return "empty"
+    if not param.is_floating_point():
+        raise TypeError(
+            f"{names[0]} has dtype {param.dtype}, which noise cannot be added to. Leave it out with "
+            f"exclude=({names[0]!r},)."
+        )
+    strength = group.get("strength", 1.0)
+    if not isinstance(strength, int | float) or not 0 <= strength < float("inf"):
+        raise ValueError(f"strength of a parameter group must be at least 0, got {strength!r}.")
+    return None
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter (tied ones have several), without what wrappers add."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+            name = name.replace(wrapper, "")
+        names.setdefault(param, []).append(name.removeprefix("module."))
+    return names
+
+
+def _check_kinds(
+    model: object,
+    optimizer: object,
+    method: object,
+    seed: object,
+    microbatch_loss: object,
+    on_incomplete: object,
+    scaler: object,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS calls its closure many times a step, which weight perturbation cannot serve. Use "
+            "an optimizer that takes one gradient a step (SGD, Adam, AdamW, …)."
+        )
+    if not isinstance(method, Method):
+        hint = (
+            f" Did you mean steppe.{getattr(method, '__name__', 'arwp')}()?"
+            if callable(method)
+            else ""
+        )
+        raise TypeError(
+            f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
+        )
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
+    for name, value, known in (
+        ("microbatch_loss", microbatch_loss, get_args(MicrobatchLoss)),
+        ("on_incomplete", on_incomplete, get_args(OnIncomplete)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")

@@ -1,0 +1,91 @@
+"""Statistics of normalisation layers: whose passes they come from, and how to take them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+
+class FrozenStatistics:
+    """Keeps running statistics as they are while a pass normalises with its batch's own.
+
+    `track_running_stats = False` until the end of backward, so that activation checkpointing
+    recomputes the same thing. (`momentum = 0` would turn one infinite batch into NaN statistics
+    and still count it.)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._frozen = [
+            module
+            for module in model.modules()
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats
+        ]
+        for module in self._frozen:
+            module.track_running_stats = False
+
+    def thaw(self) -> None:
+        for module in self._frozen:
+            module.track_running_stats = True
+        self._frozen = []
+
+
+@torch.no_grad()
+def recompute_norm_stats(
+    model: nn.Module, batches: Iterable[Any], *, call: Callable[[Any], Any] | None = None
+) -> None:
+    """Take the running statistics of all normalisation layers anew, at the true weights.
+
+    RWP and ARWP train at perturbed weights and leave statistics from there; one pass over training
+    batches after training replaces them. `batches` gives inputs, tuples whose first item is the
+    input, or dictionaries of keyword arguments; `call` says how to run the model on anything else.
+    Batches count by their size. Layers other than normalisation run in evaluation mode (no dropout).
+
+    >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    >>> recompute_norm_stats(net, [(torch.randn(32, 4), None)])
+    """
+    layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    if not layers:
+        return
+    modes = {module: module.training for module in model.modules()}
+    momenta = [layer.momentum for layer in layers]
+    seen = 0
+    try:
+        model.eval()
+        for batch in batches:
+            if (size := _batch_size(batch)) == 0:
+                continue
+            seen += size
+            for layer in layers:
+                if seen == size:
+                    layer.reset_running_stats()
+                layer.train()
+                layer.momentum = size / seen
+            call(batch) if call else _run(model, batch)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+    if not seen:
+        raise ValueError("recompute_norm_stats() got no batches; the statistics are as they were.")
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, dict):
+        model(**batch)
+    else:
+        model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+
+def _batch_size(batch: Any) -> int:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise TypeError(
+        f"A batch must hold a tensor with a batch dimension, got {type(batch).__name__}."
+    )

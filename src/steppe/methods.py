@@ -1,0 +1,307 @@
+"""Methods: every algorithm as a tuple of passes.
+
+sgd()              = [clean]
+rwp(s)             = [Gaussian(s)]
+arwp(s, eta, beta) = [AdaptiveGaussian(s, eta, beta)]
+mixed(m, lam)      = [(clean, 1-lam), (m, lam)]             m_rwp, m_arwp
+sam(rho)           = [(clean, 0), (Ascent(rho), 1)]         same batch, in sequence
+asam(rho)          = sam with the ascent scaled by |w|
+lpf_sgd(s, M)      = [(Gaussian(s), 1/M)] * M               a fresh eps each
+antithetic_rwp(s)  = [(Gaussian(s), 1/2), (the same eps, negated, 1/2)]
+msam(rho)          = [MomentumAscent(rho)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from steppe.perturbations import (
+    AdaptiveGaussian,
+    Ascent,
+    ElementwiseGaussian,
+    Gaussian,
+    MomentumAscent,
+    Perturbation,
+)
+from steppe.schedules import Strength, needs_steps, with_steps
+
+Feed = Literal["one", "each", "slices"]
+"""What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward at `w + eps`, with a weight. No perturbation: at the true weights."""
+
+    perturbation: Perturbation | None = None
+    weight: float = 1.0
+    stream: int | None = None
+    """Passes with the same stream share one eps; None: a stream of its own."""
+    sign: float = 1.0
+    fresh: bool = False
+    """A new eps for every micro-batch, instead of one per optimizer step."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm: passes whose weighted gradients add up to what the optimizer sees."""
+
+    name: str
+    passes: tuple[Pass, ...]
+    feed: Feed = "one"
+    same_batch: bool = False
+    """The user asked for one batch in all passes, which consecutive micro-batches cannot give."""
+    m: int | None = None
+    """m-sharpness: `backward` runs all passes on each part of m samples."""
+    attention_ratio: float | None = None
+    """Set where the strength is the default: what it becomes on models with attention."""
+
+    def __post_init__(self) -> None:
+        if not self.passes:
+            raise ValueError("A method needs at least one pass.")
+        total = sum(p.weight for p in self.passes)
+        if abs(total - 1) > 1e-6 or any(p.weight < 0 for p in self.passes):
+            weights = [p.weight for p in self.passes]
+            raise ValueError(f"The weights of a method's passes must add up to 1, got {weights}.")
+        first = self.passes[0].perturbation
+        if first is not None and first.needs_gradient:
+            raise ValueError(f"{first} needs the gradient of a pass before it, but comes first.")
+
+    @property
+    def perturbs(self) -> bool:
+        return any(p.perturbation is not None for p in self.passes)
+
+    @property
+    def has_clean_pass(self) -> bool:
+        return any(p.perturbation is None for p in self.passes)
+
+    @property
+    def in_sequence(self) -> bool:
+        """Whether a pass needs the gradient of the one before, so that they cannot be parallel."""
+        return any(self.scouts(i) for i in range(len(self.passes)))
+
+    @property
+    def batches_needed(self) -> int:
+        """How many batches `perturber.backward` takes."""
+        return len(self.passes) if self.feed == "each" else 1
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether a schedule in it waits to be told how long training is."""
+        return any(needs_steps(v) for p in self.passes for v in _strengths(p.perturbation).values())
+
+    def scouts(self, index: int) -> bool:
+        """Whether the next pass wants this one's gradient."""
+        following = self.passes[index + 1 : index + 2]
+        return any(p.perturbation is not None and p.perturbation.needs_gradient for p in following)
+
+    def with_steps(self, steps: int) -> Method:
+        """The same method with the length of training filled in where a schedule left it open."""
+
+        def filled(p: Pass) -> Pass:
+            values = _strengths(p.perturbation)
+            if p.perturbation is None or not any(needs_steps(v) for v in values.values()):
+                return p
+            filled_in = {name: with_steps(value, steps) for name, value in values.items()}
+            return replace(p, perturbation=replace(p.perturbation, **filled_in))  # type: ignore[type-var]
+
+        return replace(self, passes=tuple(filled(p) for p in self.passes))
+
+    def for_model(self, model: nn.Module) -> Method:
+        """The same method with its default strength fitted to this kind of model."""
+        if self.attention_ratio is None or not uses_attention(model):
+            return self
+        passes = tuple(
+            replace(p, perturbation=replace(p.perturbation, ratio=self.attention_ratio))
+            if isinstance(p.perturbation, Gaussian)
+            else p
+            for p in self.passes
+        )
+        return replace(self, passes=passes, attention_ratio=None)
+
+
+def sgd() -> Method:
+    """Plain training: the baseline, and what every method is at strength zero."""
+    return Method("sgd", (Pass(),))
+
+
+def rwp(
+    sigma: Strength | None = None, *, ratio: Strength | None = None, isotropic: bool = False
+) -> Method:
+    """Random weight perturbation: the gradient at w + eps, eps filter-wise Gaussian. One pass.
+
+    The paper raises sigma over training: `rwp(cosine_increase(0, 0.01, steps))`.
+
+    >>> rwp(0.01).passes
+    (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False), weight=1.0, ...),)
+    """
+    ratio, attention = _default_ratio(sigma, ratio, RATIO, isotropic)
+    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic)),), attention_ratio=attention)
+
+
+def arwp(
+    sigma: Strength | None = None,
+    *,
+    ratio: Strength | None = None,
+    eta: float = 0.1,
+    beta: float = 0.99,
+    exponent: float = 0.25,
+    elementwise: bool = False,
+) -> Method:
+    """Adaptive random weight perturbation: less noise where gradients have been large. One pass.
+
+    `exponent` is 1/4 as the paper prints it; the authors' released code computes 1/2.
+    `elementwise` is the paper's first form, with a history per weight and no filter norms.
+    """
+    if elementwise:
+        if sigma is None or ratio is not None:
+            raise ValueError(
+                "elementwise noise has no filters to be in ratio to: give sigma, for example "
+                "arwp(0.01, elementwise=True)."
+            )
+        return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent)),))
+    ratio, attention = _default_ratio(sigma, ratio, RATIO)
+    noise = AdaptiveGaussian(sigma, ratio, eta=eta, beta=beta, exponent=exponent)
+    return Method("arwp", (Pass(noise),), attention_ratio=attention)
+
+
+def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
+    """A one-pass method mixed with plain training: lam g(w + eps) + (1 - lam) g(w). Two passes.
+
+    The two gradients take different batches and do not need each other, so that two devices run
+    them at once. `same_batch=True` is the paper's ablation.
+    """
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam must be in [0, 1], got {lam}.")
+    if len(method.passes) != 1:
+        raise ValueError(
+            f"mixed() takes a method of one pass, but {method.name} has {len(method.passes)}."
+        )
+    (perturbed,) = method.passes
+    return Method(
+        f"m_{method.name}",
+        (Pass(weight=1 - lam), replace(perturbed, weight=lam)),
+        feed="one" if same_batch else "each",
+        same_batch=same_batch,
+        attention_ratio=method.attention_ratio,
+    )
+
+
+def m_rwp(
+    sigma: Strength | None = None,
+    *,
+    ratio: Strength | None = None,
+    isotropic: bool = False,
+    lam: float = 0.5,
+    same_batch: bool = False,
+) -> Method:
+    """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes."""
+    ratio, attention = _default_ratio(sigma, ratio, MIXED_RATIO, isotropic)
+    method = mixed(rwp(sigma, ratio=ratio, isotropic=isotropic), lam, same_batch=same_batch)
+    return replace(method, attention_ratio=attention)
+
+
+def m_arwp(
+    sigma: Strength | None = None,
+    *,
+    ratio: Strength | None = None,
+    eta: float = 0.1,
+    beta: float = 0.99,
+    exponent: float = 0.25,
+    elementwise: bool = False,
+    lam: float = 0.5,
+    same_batch: bool = False,
+) -> Method:
+    """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices."""
+    attention = None
+    if not elementwise:
+        ratio, attention = _default_ratio(sigma, ratio, MIXED_RATIO)
+    method = arwp(
+        sigma, ratio=ratio, eta=eta, beta=beta, exponent=exponent, elementwise=elementwise
+    )
+    return replace(mixed(method, lam, same_batch=same_batch), attention_ratio=attention)
+
+
+def sam(rho: Strength = 0.05, m: int | None = None, same_batch: bool = True) -> Method:
+    """Sharpness-aware minimization: the gradient at w + rho g/‖g‖. Two passes, in sequence.
+
+    `m`: m-sharpness, each part of m samples with an ascent of its own. `same_batch=False` takes the
+    two gradients from different batches, which is known to hurt (paper, batch ablation).
+    """
+    if m is not None and (m < 1 or not same_batch):
+        problem = f"got m={m}" if m < 1 else "and m-sharpness needs same_batch=True"
+        raise ValueError(f"m is the number of samples in a part, at least 1, {problem}.")
+    return Method(
+        "sam",
+        (Pass(weight=0.0), Pass(Ascent(rho))),
+        feed="one" if same_batch else "each",
+        m=m,
+    )
+
+
+def asam(rho: Strength = 0.5, eta: float = 0.01) -> Method:
+    """Adaptive SAM: the ascent scaled by |w| + eta, so that rescaled layers look the same."""
+    return Method("asam", (Pass(weight=0.0), Pass(Ascent(rho, adaptive=True, eta=eta))))
+
+
+def lpf_sgd(sigma: Strength, samples: int = 8) -> Method:
+    """LPF-SGD: the batch in `samples` slices, each at its own w + eps."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}.")
+    one = Pass(Gaussian(sigma), weight=1 / samples, fresh=True)
+    return Method("lpf_sgd", (one,) * samples, feed="slices")
+
+
+def antithetic_rwp(
+    sigma: Strength | None = None, *, ratio: Strength | None = None, isotropic: bool = False
+) -> Method:
+    """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch."""
+    ratio, attention = _default_ratio(sigma, ratio, RATIO, isotropic)
+    noise = Gaussian(sigma, ratio, isotropic)
+    pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
+    return Method("antithetic_rwp", pair, attention_ratio=attention)
+
+
+def msam(rho: Strength = 3.0, momentum: float = 0.9) -> Method:
+    """Momentum SAM: the perturbation is the momentum of past gradients. One pass."""
+    return Method("msam", (Pass(MomentumAscent(rho, momentum)),))
+
+
+RATIO, MIXED_RATIO = (0.6, 0.2), (0.9, 0.3)
+"""Default relative displacement (‖eps_j‖ / ‖w_j‖): most models, and models with attention."""
+
+
+def uses_attention(model: nn.Module) -> bool:
+    """Whether a model looks like a transformer, which bears far less noise than other nets.
+
+    Attention is often written without a module of its own; LayerNorm and RMSNorm then give the
+    model away.
+    """
+    names = {type(module).__name__.lower() for module in model.modules()}
+    return any(mark in name for name in names for mark in ("attention", "layernorm", "rmsnorm"))
+
+
+def _default_ratio(
+    sigma: Strength | None,
+    ratio: Strength | None,
+    default: tuple[float, float],
+    isotropic: bool = False,
+) -> tuple[Strength | None, float | None]:
+    """The ratio to use and, if it is the default, what it becomes on attention nets."""
+    if sigma is None and ratio is None:
+        if isotropic:
+            raise ValueError("isotropic noise has no default strength: give sigma.")
+        return default
+    return ratio, None
+
+
+def _strengths(perturbation: Perturbation | None) -> dict[str, Strength | None]:
+    """The fields of a perturbation that may hold a schedule."""
+    return (
+        {name: value for name, value in vars(perturbation).items() if callable(value)}
+        if perturbation
+        else {}
+    )

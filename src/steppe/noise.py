@@ -1,0 +1,132 @@
+"""Gaussian noise that is a pure function of where and when it is used.
+
+Each block of weights seeds its own generator from (seed, step, stream, replica, block), so there
+is nothing but seed and step to save, the global random state is never touched, and the noise is
+the same whatever the number of threads, ranks or shards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+CPU_BLOCK = 2**15
+"""Weights per block on the CPU: torch works serially up to this size, so blocks drawn by several
+threads do not fight over torch's own threads, and a block stays in the cache until it is used."""
+
+DEVICE_BLOCK = 2**22
+"""Weights per block elsewhere: few kernel launches."""
+
+PARALLEL_FROM = 2**17
+"""Fewer weights than this are drawn by the calling thread alone."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which noise: everything that two draws must differ in to be independent."""
+
+    seed: int
+    step: int
+    stream: int = 0
+    """Passes with the same stream share their noise."""
+    replica: int = 0
+    """The data-parallel replica that draws, 0 where all share one eps."""
+    sign: float = 1.0
+
+    def block_seeds(self, blocks: int) -> Callable[[int], int]:
+        """Seeds of the blocks: different for different blocks, streams and replicas of a step.
+
+        torch's CPU generator keeps 32 bits of a seed, so the seeds of one step are a keyed
+        bijection of 32-bit counters: no two blocks of a step can collide by accident.
+        """
+        key = _mix64(_mix64(self.seed & _MASK64) ^ (self.step & _MASK64))
+        first = ((self.replica << 12) + self.stream) * blocks
+
+        def seed_of(block: int) -> int:
+            h = (first + block) & _MASK32
+            h ^= key & _MASK32
+            h ^= h >> 16
+            h = (h * 0x85EBCA6B + (key >> 32)) & _MASK32
+            h ^= h >> 13
+            h = (h * 0xC2B2AE35) & _MASK32
+            return h ^ (h >> 16)
+
+        return seed_of
+
+
+def _mix64(z: int) -> int:
+    """SplitMix64: neighbouring seeds and steps give unrelated keys."""
+    z = (z + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+class _Generators(threading.local):
+    """Each thread seeds generators of its own."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.Generator] = {}
+
+
+_generators = _Generators()
+
+
+def standard_normal_(out: Tensor, seed: int) -> Tensor:
+    """Fill `out` with standard normal values that depend on `seed` and its size alone."""
+    generator = _generators.by_device.get(out.device)
+    if generator is None:
+        generator = _generators.by_device[out.device] = torch.Generator(out.device)
+    generator.manual_seed(seed)
+    return out.normal_(generator=generator)
+
+
+def in_order(make: Callable[[T], Tensor], items: Sequence[T], threads: int) -> Iterator[Tensor]:
+    """`make(item)` for each item, in order, made ahead by `threads` threads.
+
+    The threads only make values; whoever iterates writes the weights. Abandoning the iteration
+    leaves at most a few finished values behind, never a thread that still writes.
+    """
+    if threads < 2:
+        yield from map(make, items)
+        return
+    pool = _pool(threads)
+    waiting: deque[Future[Tensor]] = deque()
+    rest = iter(items)
+    try:
+        for item in rest:
+            waiting.append(pool.submit(make, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads are kept for the life of the process: starting them costs more than a small draw.
+
+    A forked child inherits the table but not the threads, hence the process id in the key.
+    """
+    key = (os.getpid(), threads)
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="steppe-noise")
+    return _pools[key]

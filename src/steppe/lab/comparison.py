@@ -16,7 +16,7 @@ from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import ModelFn, Sources
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
-from steppe.lab.sentences import comparison_sentence, comparison_table
+from steppe.lab.sentences import comparison_numbers, comparison_sentence, comparison_table
 from steppe.lab.specs import PAPER, Spec, label, parse
 from steppe.lab.statistics import Difference, compare_all, mean_std
 from steppe.lab.tables import Format
@@ -100,7 +100,9 @@ class Comparison:
         raise LabError(f"this comparison has no method {name!r}, only {known}.")
 
     def table(self, form: Format = "text") -> str:
-        """The table as text, Markdown or CSV."""
+        """The table as text or Markdown; as CSV, with plain numbers."""
+        if form == "csv":
+            return comparison_numbers(self).csv()
         return comparison_table(self).render(form)
 
     def sentence(self) -> str:

@@ -39,4 +39,5 @@ def step_flops(
             perturber.backward(lambda a, b: loss_fn(twin(a), b), *batches)
     finally:
         perturber.detach()
-    return round(counter.get_total_flops() * batch_size / len(y))
+    counted: int = counter.get_total_flops()
+    return round(counted * batch_size / len(y))

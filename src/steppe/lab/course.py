@@ -13,7 +13,7 @@ from steppe.lab import checkpoints, environment
 from steppe.lab.config import Config
 from steppe.lab.cost import SAMPLES, step_flops
 from steppe.lab.data import Split, sequential_order
-from steppe.lab.errors import Diverged, Interrupted
+from steppe.lab.errors import Interrupted
 from steppe.lab.evaluation import EVAL_BATCH, evaluate
 from steppe.lab.logs import MetricLog
 from steppe.lab.problems import Problem
@@ -22,7 +22,7 @@ from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.lab.specs import parse
 from steppe.lab.stopping import StopSignal
-from steppe.lab.trainer import NotANumber, Trainer
+from steppe.lab.trainer import NotANumberError, Trainer
 
 TELL_EVERY = 0.1
 NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
@@ -55,8 +55,8 @@ class Course:
         message = ""
         try:
             metrics = self._train()
-        except NotANumber as error:
-            message, metrics = str(self._diverged(error.step)), {}
+        except NotANumberError as error:
+            message, metrics = self._diverged(error.step), {}
         result = Result(
             config=self.config,
             status="diverged" if message else "finished",
@@ -87,7 +87,7 @@ class Course:
                 self._epoch(stop)
                 log(self._record())
             if not trainer.is_finite():
-                raise NotANumber(trainer.step - 1)
+                raise NotANumberError(trainer.step - 1)
             return self._final_metrics()
 
     def _epoch(self, stop: StopSignal) -> None:
@@ -117,9 +117,8 @@ class Course:
         lr = trainer.lr(trainer.step - 1)
         record: Record = {"epoch": epoch, "step": trainer.step, "lr": lr}
         record["train_loss"] = trainer.mean_loss()
-        moved = {name: value for name, value in trainer.perturber.stats().items() if _number(value)}
-        self.perturbation.append(moved)
-        record |= {f"perturb_{name}": value for name, value in moved.items() if name != "step"}
+        self.perturbation.append(trainer.perturbation())
+        record |= {f"perturb_{name}": value for name, value in self.perturbation[-1].items()}
         if every and (epoch % every == 0 or trainer.step >= trainer.steps):
             splits = [("test", self.data.test), ("validation", self.data.validation)]
             for name, split in splits:
@@ -188,14 +187,14 @@ class Course:
             step, keep = self.trainer.step, self.config.keep
             checkpoints.save(self.run.checkpoints, step, state, keep=keep)
 
-    def _diverged(self, step: int) -> Diverged:
-        strength = self.trainer.perturber.stats().get("strength")
+    def _diverged(self, step: int) -> str:
+        noise = next((p.perturbation for p in self.trainer.method.passes if p.perturbation), None)
+        strength = "" if noise is None else f" and strength {noise.strength(step):.3g}"
         kept = checkpoints.checkpoints(self.run.checkpoints) if self.run else []
-        return Diverged(
-            step,
-            self.trainer.lr(step),
-            strength if _number(strength) else None,
-            kept[-1].parent if kept else None,
+        last = f" The last good checkpoint is kept: {kept[-1]}." if kept else ""
+        return (
+            f"the loss is not a number at step {step} of {self.trainer.steps}, with learning rate "
+            f"{self.trainer.lr(step):.3g}{strength}. Lower one of them.{last}"
         )
 
     def _finish(self, result: Result) -> None:
@@ -226,13 +225,9 @@ class Course:
 
 def mean_record(records: list[Record]) -> dict[str, float]:
     """The mean of each number over the records that have it."""
-    names = dict.fromkeys(name for record in records for name in record if name != "step")
+    names = dict.fromkeys(name for record in records for name in record)
     found = {}
     for name in names:
         values = [record[name] for record in records if name in record]
         found[name] = sum(values) / len(values)
     return found
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

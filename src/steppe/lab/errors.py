@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from steppe.lab import naming
 
 
 class LabError(Exception):
     """A mistake in a setting, a file or the data; the command line shows it without a traceback."""
 
 
-class Diverged(LabError):
+class DivergedError(LabError):
     """The loss stopped being a number."""
-
-    def __init__(self, step: int, lr: float, strength: float | None, folder: Path | None) -> None:
-        super().__init__(step, lr, strength, folder)
-        self.step, self.lr, self.strength, self.folder = step, lr, strength, folder
-
-    def __str__(self) -> str:
-        strength = "" if self.strength is None else f" and strength {self.strength:.3g}"
-        kept = f" The last good checkpoint is kept in {self.folder}." if self.folder else ""
-        return (
-            f"the loss is not a number at step {self.step}, with learning rate {self.lr:.3g}"
-            f"{strength}. Lower one of them.{kept}"
-        )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -40,8 +30,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 def unknown(kind: str, given: str, valid: Iterable[str]) -> LabError:
-    """`unknown method 'arwq'. Did you mean arwp? Valid: …`"""
-    names = sorted(valid)
-    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
-    guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    return LabError(f"unknown {kind} {given!r}.{guess} Valid: {', '.join(names)}.")
+    """The error for a name that does not exist, with the nearest ones that do."""
+    return LabError(str(naming.unknown(kind, given, sorted(valid))))
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Mistakes that other modules report as ValueError and the like, as the user's own."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise LabError(f"{what}: {first}" if what else first) from error

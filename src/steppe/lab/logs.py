@@ -18,7 +18,7 @@ class MetricLog(AbstractContextManager["MetricLog"]):
         if run is not None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(run.folder / "tensorboard"))  # type: ignore[no-untyped-call]
+            self.board = SummaryWriter(str(run.folder / "tensorboard"))
 
     def __call__(self, record: Record) -> None:
         if self.run is not None:

@@ -25,9 +25,7 @@ def load_weights(model: nn.Module, file: Path, *, outputs: int | None) -> None:
     given = read_state(file)
     own = model.state_dict()
     heads = [k for k, v in given.items() if k in own and _is_other_head(v, own[k], outputs)]
-    wrong = [
-        k for k, v in given.items() if k in own and v.shape != own[k].shape and k not in heads
-    ]
+    wrong = [k for k, v in given.items() if k in own and v.shape != own[k].shape and k not in heads]
     if wrong:
         key = wrong[0]
         raise LabError(

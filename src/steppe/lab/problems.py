@@ -13,8 +13,10 @@ from steppe.lab import data as datasets
 from steppe.lab import models, tasks
 from steppe.lab.config import Config
 from steppe.lab.data import Data
-from steppe.lab.errors import LabError
-from steppe.lab.imports import resolve, source_fingerprint
+from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
+from steppe.lab.errors import LabError, explained
+from steppe.lab.fingerprints import data_fingerprint, source_fingerprint
+from steppe.lab.naming import user_function
 from steppe.lab.pretrained import load_weights
 from steppe.lab.tasks import Task
 
@@ -58,11 +60,12 @@ def named(config: Config, sources: Sources) -> Config:
         code.append(sources.task.loss)
     for name in (config.data, config.model, config.task):
         if name and _is_user_code(name):
-            code.append(resolve(name, "name"))
+            with explained(name):
+                code.append(user_function(name))
     fingerprint = source_fingerprint(*code) if code else ""
     if isinstance(sources.data, Data):
         fingerprint += data_fingerprint(sources.data)
-    return config.replace(**changes, code=fingerprint)  # type: ignore[arg-type]
+    return config.replace(**changes, code=fingerprint)
 
 
 def load_problem(config: Config, sources: Sources) -> Problem:
@@ -89,11 +92,10 @@ def load_problem(config: Config, sources: Sources) -> Problem:
 def load_data(config: Config, sources: Sources) -> Data:
     """The data set of a run."""
     seed = config.seed if config.data_seed is None else config.data_seed
-    if isinstance(sources.data, Data):
-        return sources.data
-    if sources.data is not None:
-        return sources.data(seed)
-    try:
+    with explained(f"data {config.data!r}"):
+        if sources.data is not None:
+            given = sources.data if isinstance(sources.data, Data) else sources.data(seed)
+            return _prepared(given, config, seed)
         return datasets.load(
             config.data,
             root=None if config.root is None else Path(config.root),
@@ -104,39 +106,31 @@ def load_data(config: Config, sources: Sources) -> Data:
             validation=config.validation,
             **config.data_options,
         )
-    except (ValueError, TypeError, ImportError) as error:
-        raise LabError(f"data {config.data!r}: {error}") from error
-    except OSError as error:
-        raise LabError(f"data {config.data!r}: {error.strerror or ''} {error.filename or error}")
+
+
+def _prepared(data: Data, config: Config, seed: int) -> Data:
+    """Data given as an object, with what the config asks of it."""
+    if config.train_size is not None:
+        data = with_train_size(data, config.train_size, seed=seed)
+    if config.label_noise:
+        data = with_label_noise(data, config.label_noise, seed=seed)
+    if config.validation and data.validation is None:
+        data = with_validation(data, config.validation, seed=seed)
+    return data
 
 
 def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:
     """A newly initialised model for the data."""
     if sources.model is not None:
         return sources.model()
-    outputs = data.classes if data.classes is not None else 1
-    try:
+    with explained(f"model {config.model!r}"):
         return models.build(
             config.model,
-            classes=outputs,
+            classes=data.classes if data.classes is not None else 1,
             shape=data.shape,
             width=config.width,
             **config.model_options,
         )
-    except (ValueError, TypeError, ImportError) as error:
-        raise LabError(f"model {config.model!r}: {error}") from error
-
-
-def data_fingerprint(data: Data) -> str:
-    """A digest of sizes, first and last samples: enough to tell one data set from another."""
-    import hashlib
-
-    digest = hashlib.sha256(repr((data.name, data.note, len(data.train), len(data.test))).encode())
-    for split in (data.train, data.test):
-        ends = torch.tensor([0, len(split) // 2, len(split) - 1])
-        for x, y in split.batches([ends], augment_seed=None):
-            digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
-    return digest.hexdigest()[:8]
 
 
 def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
@@ -148,7 +142,9 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
             outputs = model.eval()(x)
     except (RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0]
-        raise LabError(f"the model cannot take a batch of shape {tuple(x.shape)}: {first}") from error
+        raise LabError(
+            f"the model cannot take a batch of shape {tuple(x.shape)}: {first}"
+        ) from error
     finally:
         model.train(training)
     if task.name == "classification" and data.classes != outputs.shape[-1]:

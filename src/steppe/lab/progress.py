@@ -44,7 +44,10 @@ class Display(Protocol):
     def __call__(self, event: Event) -> None: ...
     def __enter__(self) -> Display: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None: ...
 
 

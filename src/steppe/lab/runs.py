@@ -1,11 +1,11 @@
 """The run store: one folder per run, with all that is known about it.
 
-    config.json        the full config; `steppe train --config` repeats the run
-    environment.json   versions, commit, processor
-    metrics.jsonl      one line per epoch
-    checkpoints/       the newest few, until the run is finished
-    model.pt           the final weights, a plain state dict
-    result.json        written last: a run without it is not finished
+config.json        the full config; `steppe train --config` repeats the run
+environment.json   versions, commit, processor
+metrics.jsonl      one line per epoch
+checkpoints/       the newest few, until the run is finished
+model.pt           the final weights, a plain state dict
+result.json        written last: a run without it is not finished
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from steppe.lab.statistics import ENOUGH, Difference, mean_std
@@ -15,45 +16,82 @@ NAMES = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "rmse": "RMSE",
 
 def comparison_table(comparison: Comparison) -> Table:
     """One row per method: the deciding metric, its difference to the baseline, the rest, the cost."""
-    metric, base = comparison.example.metric, comparison.baseline
-    others = [m for m in comparison.example.metrics["test"] if m not in (metric, "loss")]
-    both = any(row.chosen not in ("", "given") for row in comparison.rows)
+    metric = comparison.example.metric
     header = (
         "method",
         "strength",
-        *(("chosen",) if both else ()),
-        f"test {NAMES.get(metric, metric)}",
-        f"difference to {base.label}",
+        NAMES.get(metric, metric),
+        f"− {comparison.baseline.label.partition(' ')[0]} [interval]",
         "p (Holm)",
         "gap",
-        *(f"test {NAMES.get(name, name)}" for name in others),
+        *(NAMES.get(name, name) for name in _others(comparison)),
         "time ×",
         "FLOPs ×",
         "n",
     )
-    rows = [_cells(row, comparison, others, both) for row in comparison.rows]
-    return Table(header, tuple(rows), _title(comparison), _notes(comparison))
+    rows = tuple(_cells(row, comparison) for row in comparison.rows)
+    return Table(header, rows, _title(comparison), _notes(comparison))
 
 
-def _cells(row: Row, comparison: Comparison, others: list[str], both: bool) -> tuple[str, ...]:
+def comparison_numbers(comparison: Comparison) -> Table:
+    """The same as numbers, one column each, for programs."""
     metric = comparison.example.metric
-    digits = 2 if comparison.example.unit else 4
+    others = _others(comparison)
+    header = (
+        *("method", "spec", "strength", "chosen", "trials", "n", f"{metric}_mean", f"{metric}_std"),
+        *("difference", "low", "high", "p", "p_holm", "verdict", "gap", *others, "time", "flops"),
+    )
+    rows = []
+    for row in comparison.rows:
+        told = row.difference
+        difference: tuple[object, ...] = ("",) * 6
+        if told is not None:
+            difference = (told.mean, told.low, told.high, told.p, told.p_holm, told.verdict)
+        cells: tuple[object, ...] = (
+            *(row.label, row.spec, row.strength, row.chosen, row.trials, len(row.finished)),
+            *mean_std(row.values("test", metric)),
+            *difference,
+            mean_std(row.gaps())[0],
+            *(mean_std(row.values("test", name))[0] for name in others),
+            row.cost.get("time", ""),
+            row.cost["flops"],
+        )
+        rows.append(tuple(str(cell) for cell in cells))
+    return Table(header, tuple(rows))
+
+
+def _others(comparison: Comparison) -> list[str]:
+    """The metrics that do not decide."""
+    example = comparison.example
+    return [name for name in example.metrics["test"] if name not in (example.metric, "loss")]
+
+
+def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
+    metric = comparison.example.metric
+    digits = _digits(comparison)
     mean, std = mean_std(row.values("test", metric))
     gap, _ = mean_std(row.gaps())
-    rest = (mean_std(row.values("test", name))[0] for name in others)
+    rest = (mean_std(row.values("test", name))[0] for name in _others(comparison))
     return (
         row.label,
         row.strength or "–",
-        *((row.chosen or "–",) if both else ()),
         f"{mean:.{digits}f} ± {std:.{digits}f}" if row.finished else "diverged",
         _interval(row.difference, digits),
         "–" if row.difference is None else _p(row.difference),
-        f"{gap:.{digits}f}",
-        *(f"{value:.3f}" if value < 1 else f"{value:.2f}" for value in rest),
+        signed(gap, digits).removeprefix("+"),
+        *(f"{value:.3f}" if value < 1 else f"{value:.1f}" for value in rest),
         f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
         f"{row.cost['flops']:.2f}",
         str(len(row.finished)),
     )
+
+
+def _digits(comparison: Comparison) -> int:
+    """Two for metrics in per cent; else enough for three figures of the baseline's spread."""
+    if comparison.example.unit:
+        return 2
+    mean, _ = mean_std(comparison.baseline.values("test", comparison.example.metric))
+    return max(0, 3 - math.floor(math.log10(abs(mean)))) if mean and math.isfinite(mean) else 4
 
 
 def _interval(difference: Difference | None, digits: int) -> str:
@@ -85,12 +123,15 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
         "Mean ± standard deviation over seeds, final model. Differences are paired by seed, with "
         "t-intervals at the level of Holm's test over all rows. Gap: training minus test."
     )
-    trials = sum(row.trials for row in comparison.rows)
-    if trials:
+    tuned = [row for row in comparison.rows if row.trials]
+    if tuned:
+        trials = join_words([f"{row.label} {row.trials}" for row in tuned])
         lines.append(
-            f"Strengths were tuned on a validation split of the training data ({trials} runs, "
-            "other seeds); test data chose nothing."
+            "Strengths were tuned on a validation split of the training data, with other seeds "
+            f"(runs spent: {trials}). Test data chose nothing."
         )
+    elif any(row.chosen == "default" for row in comparison.rows):
+        lines.append("Strengths not given are the defaults, untuned (--tune chooses them).")
     lines.append(
         f"torch {environment.get('torch')}, steppe {environment.get('steppe')} "
         f"({environment.get('commit') or 'installed'}), {environment.get('processor')}, "
@@ -102,7 +143,7 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
 def comparison_sentence(comparison: Comparison) -> str:
     """`Over 10 seeds, SAM (+9.21) and RWP (+6.90) are better than SGD in test accuracy; …`"""
     example, base = comparison.example, comparison.baseline
-    digits = 2 if example.unit else 4
+    digits = _digits(comparison)
     unit = f" {example.unit}" if example.unit else ""
     groups: dict[str, list[Row]] = {}
     for row in comparison.rows[1:]:

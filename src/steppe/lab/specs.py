@@ -146,6 +146,12 @@ def parse(text: str) -> Spec:
     return spec
 
 
+def adapted(base: Spec, given: Spec) -> Spec:
+    """A recipe's spec with the options of the given one, a given strength replacing the recipe's."""
+    combined = base.with_options(**given.options)
+    return dataclasses.replace(combined, fields={**base.fields, **given.fields})
+
+
 def option_names(name: str) -> list[str]:
     """The options a method takes on the command line."""
     names = list(inspect.signature(METHODS[name]).parameters)
@@ -166,8 +172,6 @@ def label(spec: Spec, optimizer: str = "sgd") -> str:
 
 
 def _write(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
     if isinstance(value, tuple):
         return "+".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

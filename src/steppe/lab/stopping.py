@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-
 _outside: Callable[[], bool] | None = None
 
 
@@ -41,7 +40,10 @@ class StopSignal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

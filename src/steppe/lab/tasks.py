@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from steppe.lab.errors import LabError, unknown
-from steppe.lab.imports import resolve
+from steppe.lab.errors import LabError, explained, unknown
+from steppe.lab.naming import user_function
 
 Columns = Mapping[str, Tensor]
 """One number per sample under each name."""
@@ -139,7 +139,8 @@ def get(name: str) -> Task:
         return regression()
     if ":" not in name:
         raise unknown("task", name, ("classification", "regression", "module:function"))
-    task = resolve(name, "task")()
+    with explained(f"task {name!r}"):
+        task = user_function(name)()
     if not isinstance(task, Task):
         raise LabError(f"{name} must return a steppe.lab.Task, got {type(task).__name__}.")
     return task

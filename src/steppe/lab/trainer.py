@@ -21,7 +21,7 @@ CHECK_EVERY = 50
 """On a GPU, losses are read after so many steps at most: reading one waits for the device."""
 
 
-class NotANumber(Exception):
+class NotANumberError(Exception):
     """The loss of this step is not finite."""
 
     def __init__(self, step: int) -> None:
@@ -42,7 +42,7 @@ class Trainer:
         self.device = device
         self.model = problem.model.to(device)
         if config.channels_last:
-            self.model.to(memory_format=torch.channels_last)
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.per_epoch = math.ceil(len(self.data.train) / config.batch)
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
         self.method = parse(config.method).build(self.steps, self.model)
@@ -125,7 +125,7 @@ class Trainer:
         self._pending = []
         bad = (~values.isfinite()).nonzero()
         if len(bad):
-            raise NotANumber(first + int(bad[0]))
+            raise NotANumberError(first + int(bad[0]))
         self.loss_sum += float(values.sum())
         self.loss_count += len(values)
         self.last_loss = float(values[-1])
@@ -136,6 +136,19 @@ class Trainer:
         mean = self.loss_sum / self.loss_count if self.loss_count else math.nan
         self.loss_sum, self.loss_count = 0.0, 0
         return mean
+
+    def perturbation(self) -> dict[str, float]:
+        """The perturbation as it is now: strength, radius ‖eps‖, ‖eps‖/‖w‖, adaptive factor, ‖w‖."""
+        stats = self.perturber.stats()
+        found: dict[str, float] = {}
+        for name in ("strength", "displacement", "factor"):
+            if name in stats:
+                found[name] = stats[name]
+        with torch.no_grad():
+            norms = [p.norm() for p in self.model.parameters() if p.requires_grad]
+            found["weight_norm"] = float(torch.stack(norms).norm())
+        found["radius"] = found["displacement"] * found["weight_norm"]
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def is_finite(self) -> bool:
         """Whether all weights are numbers."""

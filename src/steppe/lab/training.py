@@ -11,7 +11,7 @@ import torch
 
 from steppe.lab.config import Config
 from steppe.lab.course import Course
-from steppe.lab.errors import LabError
+from steppe.lab.errors import DivergedError, LabError
 from steppe.lab.problems import Sources, load_problem, named
 from steppe.lab.progress import Listener, display
 from steppe.lab.results import Result, stored
@@ -31,13 +31,13 @@ def train(
     """Train one run and give its result; a finished run is not trained again, a stopped one goes on.
 
     `store` is the folder of run folders (None: nothing is kept). `sources` brings model, data or
-    task as Python objects. A loss that is not a number raises `Diverged`, Ctrl-C `Interrupted`
+    task as Python objects. A loss that is not a number raises `DivergedError`, Ctrl-C `Interrupted`
     after saving.
     """
     with display(progress) as show:
         result = run_config(config, sources or Sources(), store, show)
     if result.status == "diverged":
-        raise LabError(result.message)
+        raise DivergedError(result.message)
     return result
 
 

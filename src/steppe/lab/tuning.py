@@ -75,15 +75,14 @@ def tune_all(
     for round_number in range(2 if how.extend else 1):
         jobs, places = [], []
         for i, (spec, knob) in enumerate(zip(specs, knobs, strict=True)):
-            for value in grids[i] if knob else ():
+            for value in grids[i]:
+                assert knob is not None  # no knob, no grid
                 for seed in range(FIRST_SEED, FIRST_SEED + how.seeds):
                     trial = _with_knob(spec, knob[0], value).apply(config.replace(seed=seed))
                     jobs.append(Job(f"{spec.name} {knob[0]} {value:g} seed {seed}", trial))
                     places.append((i, value))
         title = "tuning" if round_number == 0 else "tuning, edges"
-        results = run_all(
-            jobs, sources, store, processes=processes, progress=progress, title=title
-        )
+        results = run_all(jobs, sources, store, processes=processes, progress=progress, title=title)
         for i, value in dict.fromkeys(places):
             runs = [r for place, r in zip(places, results, strict=True) if place == (i, value)]
             scores[i][value] = _score(runs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from steppe.lab.data.pipeline import Augmentation, Pipeline
 from steppe.lab.data.split import Data, MemorySplit
 from steppe.lab.data.subset import stratified
 
 TRAIN_SIZE = 400  # small, so that plain training overfits and methods differ
 
 
-def digits(augmentations: tuple[Augmentation, ...], *, train_size: int | None, seed: int) -> Data:
+def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
     """A stratified training split of `train_size` images; all other images are the test split."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
@@ -30,10 +29,8 @@ def digits(augmentations: tuple[Augmentation, ...], *, train_size: int | None, s
     train[stratified(labels, size, seed=seed)] = True
     return Data(
         name="digits",
-        train=MemorySplit(images[train], labels[train], Pipeline(augmentations)),
+        train=MemorySplit(images[train], labels[train]),
         test=MemorySplit(images[~train], labels[~train]),
-        validation=None,
-        task="classification",
         classes=10,
         shape=(1, 8, 8),
         note=f"{size} training images of {len(labels)}, the rest test",

@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from steppe.lab.data.streams import generator
+
 
 class Augmentation(Protocol):
-    """A random change of a batch, with every draw taken from the given generator."""
+    """A random change of a batch of images, with every draw taken from the given generator."""
 
     @property
     def after_normalisation(self) -> bool:
@@ -30,17 +32,25 @@ class Pipeline:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
-    def __call__(self, batch: Tensor, draws: torch.Generator | None) -> Tensor:
-        """The model's input for a batch; `draws` is None in evaluation."""
-        if draws is None:
-            return self.normalise(batch)
-        for augmentation in self.augmentations:
-            if not augmentation.after_normalisation:
-                batch = augmentation(batch, draws)
-        batch = self.normalise(batch)
-        for augmentation in self.augmentations:
-            if augmentation.after_normalisation:
-                batch = augmentation(batch, draws)
+    def __call__(self, batch: Tensor, seed: int | None) -> Tensor:
+        """The model's input for a batch; `seed` is None in evaluation."""
+        return self.finish(self.augment(batch, seed), seed)
+
+    def augment(self, batch: Tensor, seed: int | None) -> Tensor:
+        """The part that works on bytes; a folder's worker processes do it."""
+        return self._apply(batch, seed, after=False)
+
+    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
+        """The part that gives floats: normalisation and what comes after it."""
+        return self._apply(self.normalise(batch), seed, after=True)
+
+    def _apply(self, batch: Tensor, seed: int | None, *, after: bool) -> Tensor:
+        chosen = [a for a in self.augmentations if a.after_normalisation is after]
+        if seed is None or not chosen:
+            return batch
+        draws = generator("floats" if after else "bytes", seed)
+        for augmentation in chosen:
+            batch = augmentation(batch, draws)
         return batch
 
     def normalise(self, batch: Tensor) -> Tensor:

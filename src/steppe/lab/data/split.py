@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steppe.lab.data.augment import parse
 from steppe.lab.data.pipeline import Pipeline
-from steppe.lab.data.streams import generator
+from steppe.lab.data.streams import mix
 
 
 class Split(ABC):
@@ -26,8 +27,16 @@ class Split(ABC):
         """All targets in storage order, or None where only loading every sample would tell."""
 
     @abstractmethod
-    def subset(self, indices: Tensor, targets: Tensor | None = None) -> Split:
-        """These samples only, in this order, with other targets if given."""
+    def subset(self, indices: Tensor) -> Split:
+        """These samples only, in this order."""
+
+    @abstractmethod
+    def relabelled(self, targets: Tensor) -> Split:
+        """The same samples with other targets."""
+
+    @abstractmethod
+    def augmented(self, names: tuple[str, ...]) -> Split:
+        """The same samples with these augmentations, in this order."""
 
     @abstractmethod
     def batches(
@@ -53,10 +62,10 @@ class Data:
     name: str
     train: Split
     test: Split
-    validation: Split | None
-    task: str
-    classes: int | None
-    shape: tuple[int, ...]
+    validation: Split | None = None
+    task: str = "classification"
+    classes: int | None = None
+    shape: tuple[int, ...] = ()
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -97,9 +106,21 @@ class MemorySplit(Split):
     def targets(self) -> Tensor:
         return self.labels
 
-    def subset(self, indices: Tensor, targets: Tensor | None = None) -> MemorySplit:
-        labels = self.labels[indices] if targets is None else targets
-        return replace(self, inputs=self.inputs[indices], labels=labels)
+    def subset(self, indices: Tensor) -> MemorySplit:
+        inputs = self.inputs.index_select(0, indices)
+        return replace(self, inputs=inputs, labels=self.labels[indices])
+
+    def relabelled(self, targets: Tensor) -> MemorySplit:
+        return replace(self, labels=targets)
+
+    def augmented(self, names: tuple[str, ...]) -> MemorySplit:
+        if names and (self.inputs.dtype != torch.uint8 or self.inputs.dim() != 4):
+            raise ValueError(
+                f"Augmentations ({', '.join(names)}) work on byte images (N, C, H, W), "
+                f"got {self.inputs.dtype} of shape {tuple(self.inputs.shape)}. Use augment=()."
+            )
+        augmentations = tuple(parse(name) for name in names)
+        return replace(self, pipeline=replace(self.pipeline, augmentations=augmentations))
 
     def batches(
         self,
@@ -111,10 +132,5 @@ class MemorySplit(Split):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for position in range(start, len(order)):
             indices = order[position]
-            draws = None if augment_seed is None else generator("augment", augment_seed, position)
-            yield self.pipeline(self.inputs.index_select(0, indices), draws), self.labels[indices]
-
-
-def class_counts(targets: Tensor, classes: int) -> list[int]:
-    """How many samples each class has."""
-    return torch.bincount(targets, minlength=classes).tolist()
+            seed = None if augment_seed is None else mix(augment_seed, position)
+            yield self.pipeline(self.inputs.index_select(0, indices), seed), self.labels[indices]

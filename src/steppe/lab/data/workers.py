@@ -1,0 +1,79 @@
+"""Loading in worker processes: one batch per task, in order, with isolated randomness."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from steppe.lab.data.streams import mix
+
+Task = tuple[Tensor, int | None]  # which samples, and the seed of their augmentation
+
+
+class BatchSource(Protocol):
+    """Loads a whole batch; pickled to the workers where they are not forked."""
+
+    def load(self, indices: Tensor, seed: int | None) -> Any: ...
+
+
+class _Tasks(Dataset[Any]):
+    def __init__(self, source: BatchSource) -> None:
+        self.source = source
+
+    def __getitem__(self, task: Task) -> Any:
+        return self.source.load(*task)
+
+
+def load_batches(
+    source: BatchSource,
+    order: Sequence[Tensor],
+    *,
+    augment_seed: int | None,
+    start: int,
+    workers: int,
+) -> Iterator[tuple[Any, int | None]]:
+    """What `source.load` gives for each batch of `order[start:]`, and that batch's seed.
+
+    The seed depends on the batch's place in the order alone, so the number of workers and the
+    place where a resumed run starts change nothing.
+    """
+    if workers < 0:
+        raise ValueError(f"workers must be at least 0, got {workers}.")
+    seeds = [
+        None if augment_seed is None else mix(augment_seed, position)
+        for position in range(start, len(order))
+    ]
+    tasks = list(zip(order[start:], seeds, strict=True))
+    loader = DataLoader(
+        _Tasks(source),
+        batch_size=None,
+        sampler=tasks,
+        num_workers=workers,
+        generator=torch.Generator(),  # else it draws its base seed from the global generator
+    )
+    yield from zip(loader, seeds, strict=True)
+
+
+@contextmanager
+def isolated(seed: int) -> Iterator[None]:
+    """torch's, Python's and numpy's global generators seeded inside, as they were outside."""
+    numpy: Any = sys.modules.get("numpy")
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed & 0xFFFFFFFF)
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy:
+            numpy.random.set_state(states[2])

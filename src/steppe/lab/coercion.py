@@ -76,7 +76,13 @@ def _fit(value: object, read: object, hint: Any) -> object:
 
 def _fit_tuple(value: object) -> object:
     if isinstance(value, str):
-        return tuple(word.strip() for word in value.split(",") if word.strip())
+        words: list[str] = []
+        for word in filter(None, (part.strip() for part in value.split(","))):
+            if words and "=" in word and ":" not in word:  # a second option of the word before
+                words[-1] += f",{word}"
+            else:
+                words.append(word)
+        return tuple(words)
     return tuple(value) if isinstance(value, list | tuple) else NO_FIT
 
 

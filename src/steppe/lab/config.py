@@ -14,7 +14,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Suppress
 
 from steppe.lab.coercion import coerce, field_types
 from steppe.lab.errors import LabError, unknown
@@ -69,12 +71,12 @@ class Config:
     """Fixes subset, label noise and validation split; none: they follow the seed."""
     root: str | None = None
     """The folder where data sets are."""
-    data_options: Mapping[str, Value] = field(default_factory=dict)
+    data_options: Annotated[Mapping[str, Value], Suppress] = field(default_factory=dict)
     """Further options of the data set (--set data_options.NAME=VALUE)."""
 
     width: float = 1.0
     """Multiplies the width of a built-in model."""
-    model_options: Mapping[str, Value] = field(default_factory=dict)
+    model_options: Annotated[Mapping[str, Value], Suppress] = field(default_factory=dict)
     """Further options of the model (--set model_options.NAME=VALUE)."""
     init: str | None = None
     """Start from the weights in this file (a plain state dict): fine-tuning."""
@@ -101,9 +103,9 @@ class Config:
     workers: int = 0
     """Processes that load data."""
 
-    recipe: str = ""
+    recipe: Annotated[str, Suppress] = ""
     """The recipe this came from."""
-    code: str = ""
+    code: Annotated[str, Suppress] = ""
     """Fingerprint of the user's own code, where the run uses any."""
 
     def __post_init__(self) -> None:
@@ -126,7 +128,7 @@ class Config:
         for name, value in settings.items():
             key, _, option = name.replace("-", "_").partition(".")
             if key not in types:
-                raise unknown("setting", name, types)
+                raise unknown("setting", name, set(types) - {"recipe", "code"})
             if option:
                 options = changes.get(key, getattr(self, key))
                 if not isinstance(options, Mapping):

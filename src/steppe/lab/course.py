@@ -189,12 +189,13 @@ class Course:
 
     def _diverged(self, step: int) -> str:
         noise = next((p.perturbation for p in self.trainer.method.passes if p.perturbation), None)
+        lower = "Lower it." if noise is None else "Lower one of them."
         strength = "" if noise is None else f" and strength {noise.strength(step):.3g}"
         kept = checkpoints.checkpoints(self.run.checkpoints) if self.run else []
         last = f" The last good checkpoint is kept: {kept[-1]}." if kept else ""
         return (
             f"the loss is not a number at step {step} of {self.trainer.steps}, with learning rate "
-            f"{self.trainer.lr(step):.3g}{strength}. Lower one of them.{last}"
+            f"{self.trainer.lr(step):.3g}{strength}. {lower}{last}"
         )
 
     def _finish(self, result: Result) -> None:

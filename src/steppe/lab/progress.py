@@ -31,7 +31,7 @@ class Event:
 
     def words(self) -> str:
         """`loss 0.4321  accuracy 93.1`"""
-        parts = [] if self.loss is None else [f"loss {self.loss:.4f}"]
+        parts = [] if self.loss is None else [f"loss {self.loss:.4g}"]
         return "  ".join([*parts, *(f"{name} {value:.4g}" for name, value in self.metrics)])
 
 

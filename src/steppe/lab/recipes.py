@@ -22,7 +22,7 @@ CIFAR = Config(
     lr=0.1,
     momentum=0.9,
     weight_decay=1e-3,
-    augment=("flip", "crop", "cutout"),
+    augment=("flip", "crop:padding=4", "cutout:size=16,probability=0.5"),
     channels_last=True,
 )
 IMAGENET = Config(
@@ -114,7 +114,7 @@ def _vit(config: Config) -> Config:
         optimizer="adam",
         lr=1e-4,
         weight_decay=1e-4,
-        augment=("randaugment:operations=2,magnitude=14", "crop", "flip"),
+        augment=("randaugment:count=2,magnitude=14", "crop:padding=4", "flip"),
         channels_last=False,
     )
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from steppe.lab.checkpoints import checkpoints, write_atomic
 from steppe.lab.config import Config, from_dict
@@ -148,19 +148,30 @@ class Store:
 
 @contextmanager
 def locked(run: Run) -> Iterator[None]:
-    """Hold a run, so that no second process writes into it; a killed process lets go."""
+    """Hold a run, so that no second process writes into it; a killed process lets go.
+
+    A folder in which nothing came to be is removed again.
+    """
     run.folder.mkdir(parents=True, exist_ok=True)
+    file = run.folder / ".lock"
+    try:
+        with file.open("w") as stream:
+            _lock(stream, run)
+            yield
+    finally:
+        if run.folder.exists() and set(run.folder.iterdir()) <= {file}:
+            shutil.rmtree(run.folder)
+
+
+def _lock(stream: IO[str], run: Run) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: no such lock
-        yield
+    except ImportError:  # Windows has no such lock
         return
-    with (run.folder / ".lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LabError(f"another process is working on the run {run.folder}.") from None
-        yield
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LabError(f"another process is working on the run {run.folder}.") from None
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -118,7 +118,7 @@ def _title(comparison: Comparison) -> str:
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:
     environment = comparison.example.environment
-    lines = [comparison.sentence()]
+    lines = [comparison.sentence()] if comparison.sentence() else []
     lines.append(
         "Mean ± standard deviation over seeds, final model. Differences are paired by seed, with "
         "t-intervals at the level of Holm's test over all rows. Gap: training minus test."

@@ -18,6 +18,7 @@ DIGITS = Config(
     label_noise=0.2,
     data_seed=None,
     eval_every=10,
+    threads=1,
 )
 CIFAR_SMALL = Config(
     data="cifar10",
@@ -29,7 +30,7 @@ CIFAR_SMALL = Config(
     weight_decay=1e-3,
     train_size=5000,
     augment=("flip", "crop"),
-    data_options={"size": 16},
+    data_options={"downsample": 16},
     channels_last=True,
     eval_every=10,
 )
@@ -109,9 +110,7 @@ def fashion_small(method: str = "sgd") -> Config:
 
 def fashion_small_vit(method: str = "sgd") -> Config:
     """Fashion-MNIST, 2,000 images, small ViT with AdamW."""
-    config = FASHION_SMALL.replace(
-        model="small-vit", optimizer="adamw", lr=1e-3, weight_decay=0.05
-    )
+    config = FASHION_SMALL.replace(model="small-vit", optimizer="adamw", lr=1e-3, weight_decay=0.05)
     return parse(method).apply(config)
 
 

@@ -106,9 +106,9 @@ class Spec:
 
     def build(self, steps: int, model: nn.Module | None = None) -> steppe.Method:
         """The method for a training of so many optimizer steps, its default strength for `model`."""
+        method = self._make(self.options)  # checks the values
         strength = self.strength_for(model)
         if strength is None or self.shape == "constant":
-            method = self._make(self.options)
             return method if model is None else method.for_model(model)
         kind, value = strength
         return self._make({**self.options, kind: SCHEDULES[self.shape](value)}).with_steps(steps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import html
 import io
+import shutil
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,12 +34,13 @@ class Table:
         return forms[form]()
 
     def text(self) -> str:
-        """Aligned columns: the first to the left, the others to the right."""
+        """Aligned columns: words to the left, numbers to the right."""
         lines = [self.header, *self.rows]
         widths = [max(_width(line[i]) for line in lines) for i in range(len(self.header))]
+        words = [_is_words([row[i] for row in self.rows]) for i in range(len(self.header))]
         out = [self.title, ""] if self.title else []
         for number, line in enumerate(lines):
-            cells = [_pad(cell, widths[i], left=i == 0) for i, cell in enumerate(line)]
+            cells = [_pad(cell, widths[i], left=words[i]) for i, cell in enumerate(line)]
             out.append("  ".join(cells).rstrip())
             if number == 0:
                 out.append("  ".join("─" * width for width in widths))
@@ -87,10 +90,25 @@ def join_words(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
+def wrapped(text: str, columns: int | None = None) -> str:
+    """Text with its long sentences broken at the terminal's width; rows of a table stay whole."""
+    width = min(columns or shutil.get_terminal_size((100, 24)).columns, 120)
+    lines = []
+    for line in text.splitlines():
+        is_sentence = "  " not in line and len(line) > width
+        lines += textwrap.wrap(line, width) if is_sentence else [line]
+    return "\n".join(lines)
+
+
 def _width(text: str) -> int:
     """Columns on a terminal."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
+
+
+def _is_words(cells: list[str]) -> bool:
+    """Whether a column holds words (`–` is nothing) rather than numbers."""
+    return any(cell[:1].isalpha() for cell in cells)
 
 
 def _pad(text: str, width: int, *, left: bool) -> str:

@@ -78,6 +78,12 @@ class Hooks:
                 "hooks cannot give.\nUse perturber.backward(lambda: loss_fn(model(x), y)) in place "
                 "of loss.backward()."
             )
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "The attached model is called inside a backward: a reentrant checkpoint around the "
+                "whole model runs its first forward without gradients, at other weights than the "
+                "second. Use checkpoint(..., use_reentrant=False)."
+            )
         engine.ledger.new_step_if_abandoned()
         index = len(engine.ledger.done) % len(method.passes)
         losses = len(method.passes) if self._microbatch_loss == "mean" else 1

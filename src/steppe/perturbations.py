@@ -270,7 +270,7 @@ class Ascent(Perturbation):
         norm = weights.total_norm(gradient)
         if self.adaptive:
             gradient = [_times_size(g, p, self.eta) for g, p in zip(gradient, params, strict=True)]
-        weights.add(gradient, draw.sign * self.strength(draw.step) / (norm + 1e-12))
+        weights.add(gradient, per_norm(draw.sign * self.strength(draw.step), norm))
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
@@ -304,7 +304,7 @@ class MomentumAscent(Perturbation):
     def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
         v = [m for slot, m in zip(weights.slots, state["momentum"], strict=True) if slot.active]
         norm = weights.total_norm(v)
-        weights.add(v, -draw.sign * self.strength(draw.step) / (norm + 1e-12))
+        weights.add(v, per_norm(-draw.sign * self.strength(draw.step), norm))
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         norm = weights.total_norm(state["momentum"])
@@ -339,6 +339,11 @@ def decay_and_add(
                 add = block.of(value.to_dense() if value.is_sparse else value).to(part.dtype)
                 new += (add.square() if square else add) * torch.as_tensor(scale).to(part)
             part.copy_(torch.where(ok, new, part))
+
+
+def per_norm(length: float, norm: Tensor) -> Tensor:
+    """The factor that gives a vector of this norm the wanted length; 0 for the zero vector."""
+    return torch.where(norm > 0, length / norm, 0.0)
 
 
 def _times_size(grad: Tensor | None, param: Tensor, eta: float) -> Tensor | None:

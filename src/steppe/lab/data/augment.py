@@ -31,8 +31,8 @@ class Flip:
         check_probability("flip: probability", self.probability)
 
     def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor:
-        chosen = torch.rand(len(images), generator=draws) < self.probability
-        return torch.where(chosen.view(-1, 1, 1, 1), images.flip(3), images)
+        chosen = (torch.rand(len(images), generator=draws) < self.probability).nonzero().flatten()
+        return images.index_copy(0, chosen, images.index_select(0, chosen).flip(3))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ class Cutout:
         first_column = torch.randint(0, width, (n, 1), generator=draws) - size // 2
         rows = _within(torch.arange(height), first_row, size) & chosen
         columns = _within(torch.arange(width), first_column, size)
-        return images.masked_fill_((rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1), 0)
+        # Times 0 or 1: faster than masked_fill, whose broadcast mask is walked one value at a time.
+        keep = (~(rows.unsqueeze(2) & columns.unsqueeze(1))).to(images.dtype)
+        return images.mul_(keep.unsqueeze(1))
 
 
 def _within(places: Tensor, first: Tensor, size: int) -> Tensor:

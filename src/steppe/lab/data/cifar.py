@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from steppe.lab.data.pipeline import Pipeline
@@ -88,13 +89,14 @@ def averaged(images: Tensor, size: int) -> Tensor:
     >>> averaged(torch.tensor([[[[0, 4], [4, 6]]]], dtype=torch.uint8), 1).item()
     4
     """
-    n, channels, height, width = images.shape
+    height, width = images.shape[2:]
     if size < 1 or height % size or width % size:
         raise ValueError(f"downsample must divide the image size {height}x{width}, got {size}.")
-    down, across = height // size, width // size
-    squares = images.view(n, channels, size, down, size, across)
-    total = squares.sum(dim=(3, 5), dtype=torch.int32)
-    return ((total + down * across // 2) // (down * across)).to(torch.uint8)
+    square = height // size, width // size
+    parts = torch.split(images, 1000)  # a whole CIFAR as floats would be 600 MB
+    return torch.cat(
+        [F.avg_pool2d(part.to(torch.float32), square).add_(0.5).to(torch.uint8) for part in parts]
+    )
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,7 +12,10 @@ from steppe.lab.data.streams import generator
 
 
 class Augmentation(Protocol):
-    """A random change of a batch of images, with every draw taken from the given generator."""
+    """A random change of a batch of images, with every draw taken from the given generator.
+
+    The batch is the pipeline's own copy: it may be changed in place.
+    """
 
     @property
     def after_normalisation(self) -> bool:

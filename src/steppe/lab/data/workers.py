@@ -58,7 +58,13 @@ def load_batches(
         num_workers=workers,
         generator=torch.Generator(),  # else it draws its base seed from the global generator
     )
-    yield from zip(loader, seeds, strict=True)
+    iterator = iter(loader)
+    try:
+        yield from zip(iterator, seeds, strict=True)
+    finally:
+        # After an error in a worker the traceback keeps the iterator alive, and the collector
+        # that ends it at last waits five seconds for workers that were never told to stop.
+        getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 @contextmanager

@@ -100,6 +100,8 @@ class Compare:
     tune: bool = False
     """First choose each method's strength on a validation split of the training data."""
     tuning: Tune = field(default_factory=Tune)
+    like: Path | None = None
+    """Take the methods and their strengths from an earlier comparison (its --out FILE.json)."""
     jobs: int = 0
     """Runs side by side; 0: as many as there are cores for."""
     format: Shape = "text"
@@ -114,8 +116,11 @@ class Compare:
 
     def run(self) -> None:
         _check_names(self.out)
+        methods = [self._spec(text) for text in self.methods or PAPER]
+        if self.like is not None:
+            methods = [*methods_of(self.like), *map(self._spec, self.methods)]
         result = compare(
-            methods=[self._spec(text) for text in self.methods or PAPER],
+            methods=methods,
             seeds=self.seeds,
             config=self.settings,
             tune=self.tuning if self.tune else False,
@@ -132,6 +137,17 @@ class Compare:
             return text
         own = parse_spec(recipe(self.settings.recipe, text).method)
         return str(dataclasses.replace(own, fields=spec.fields))
+
+
+def methods_of(file: Path) -> list[str]:
+    """The methods of a comparison that was written as JSON, with the strengths it used."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        return [row["spec"] for row in rows]
+    except OSError as error:
+        raise LabError(f"cannot read {file}: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError):
+        raise LabError(f"{file} is not a comparison: write one with --out FILE.json.") from None
 
 
 @dataclass(frozen=True)

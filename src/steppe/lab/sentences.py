@@ -179,8 +179,12 @@ def _too_few(groups: dict[str, list[Row]], digits: int, unit: str) -> str:
     seeds = "1 seed is" if n == 1 else f"{n} seeds are"
     text = f"{seeds} too few for a verdict on {names} ({ENOUGH} are needed)"
     if n >= 2:
+        most = max(rows, key=lambda row: abs(_difference(row).mean))
         least = max(_difference(row).smallest for row in rows)
-        text += f"; differences below {least:.{digits}f}{unit} could not have been told from chance"
+        text += (
+            f": the largest difference is {signed(_difference(most).mean, digits)}{unit} "
+            f"({most.label}), and one below {least:.{digits}f} could not be told from chance"
+        )
     return text + "."
 
 

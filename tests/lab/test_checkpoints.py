@@ -52,7 +52,7 @@ def test_nothing_but_tensors_and_plain_values_is_loaded(tmp_path):
             return os.system, ("echo never",)
 
     file = checkpoints.save(tmp_path, 1, {"step": 1, "evil": Evil()}, keep=1)
-    with pytest.raises(Exception, match="[Ww]eights.only"):
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
         checkpoints.load(file)
 
 
@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(LabError, match="cannot write .*No space left on device"):
+    with pytest.raises(LabError, match=r"cannot write .*No space left on device"):
         checkpoints.write_atomic(file, b"new")
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]

@@ -63,7 +63,10 @@ def noise(method):
 def test_schedules_are_the_papers():
     assert noise(parse("rwp:sigma=.01").build(100)).sigma == steppe.cosine_increase(0, 0.01, 100)
     assert noise(parse("m-rwp:sigma=.015").build(100)).sigma == 0.015
-    assert noise(parse("rwp:sigma=.01,schedule=constant").build(100)).sigma in (0.01, Constant(0.01))
+    assert noise(parse("rwp:sigma=.01,schedule=constant").build(100)).sigma in (
+        0.01,
+        Constant(0.01),
+    )
     assert isinstance(noise(parse("m-arwp:schedule=cosine").build(9)).ratio, CosineIncrease)
 
 
@@ -76,7 +79,9 @@ def test_default_strength_follows_the_model_and_rises():
             expected = noise(own.for_model(model)).ratio
             assert parse(name).strength_for(model) == ("ratio", expected)
             built = noise(parse(name).build(50, model)).ratio
-            assert built == (steppe.cosine_increase(0, expected, 50) if name[0] != "m" else expected)
+            assert built == (
+                steppe.cosine_increase(0, expected, 50) if name[0] != "m" else expected
+            )
     assert parse("rwp").strength_for(mlp) != parse("rwp").strength_for(vit)
     assert parse("sgd").strength_for(mlp) is None
     assert parse("sam").strength_for(mlp) == ("rho", 0.05)

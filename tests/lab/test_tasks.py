@@ -53,5 +53,5 @@ def test_names():
     assert tasks.get("regression").metric == "rmse"
     with pytest.raises(LabError, match="Did you mean regression"):
         tasks.get("regresion")
-    with pytest.raises(LabError, match="must return a steppe.lab.Task, got float"):
+    with pytest.raises(LabError, match=r"must return a steppe\.lab\.Task, got float"):
         tasks.get("time:time")

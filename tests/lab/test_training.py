@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,7 +79,9 @@ def test_stopped_and_resumed_equals_uninterrupted(name, stop, tmp_path, monkeypa
     resumed = train(config, sources=sources, store=tmp_path / "parts", progress=False)
     assert same(weights(whole.folder), weights(resumed.folder))
     assert resumed.metrics == whole.metrics
-    records = [without_time(Store(r.folder.parent).get(r.folder.name).metrics) for r in (whole, resumed)]
+    records = [
+        without_time(Store(r.folder.parent).get(r.folder.name).metrics) for r in (whole, resumed)
+    ]
     assert records[0] == records[1]
     assert [record["step"] for record in records[0]] == [4, 8, 9]
     assert not (resumed.folder / "checkpoints").exists()
@@ -87,7 +90,15 @@ def test_stopped_and_resumed_equals_uninterrupted(name, stop, tmp_path, monkeypa
 @pytest.mark.slow
 def test_kill_at_any_moment_loses_nothing_but_steps(tmp_path):
     options = ["digits", "--method", "m-arwp", "--steps", "400", "--checkpoint-minutes", "0"]
-    command = [sys.executable, "-m", "steppe", "train", *options, "--store", str(tmp_path / "killed")]
+    command = [
+        sys.executable,
+        "-m",
+        "steppe",
+        "train",
+        *options,
+        "--store",
+        str(tmp_path / "killed"),
+    ]
     for target in (1, 90, 230):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         reached = -1
@@ -115,7 +126,10 @@ def test_kill_at_any_moment_loses_nothing_but_steps(tmp_path):
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "steppe", "train", "digits", "--steps", "100000"]
     process = subprocess.Popen(
-        [*command, "--store", str(tmp_path)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, "--store", str(tmp_path)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     while not list(tmp_path.glob("*/metrics.jsonl")):
         time.sleep(0.05)
@@ -246,6 +260,12 @@ def test_a_model_that_does_not_fit_the_data():
         train(TINY, sources=Sources(lambda: nn.Linear(5, 10)), store=None, progress=False)
 
 
+def test_a_layout_that_would_crash_torch_is_refused():
+    config = TINY.replace(model="small-resnet", width=0.1, channels_last=True)
+    with pytest.raises(LabError, match="channels_last=false"):
+        train(config, store=None, progress=False)
+
+
 def test_one_run_one_process(tmp_path):
     run = Store(tmp_path).place(Config())
     with (
@@ -288,13 +308,15 @@ def absolute():
 
 
 def test_a_task_of_the_users_own(monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     torch.manual_seed(0)
     x = torch.randn(80, 3)
     y = x @ torch.tensor([1.0, -2.0, 0.5])
     data = wrap((x[:60], y[:60]), (x[60:], y[60:]))
     config = Config(steps=200, batch=20, lr=0.05, task="test_training:absolute", threads=1)
-    result = train(config, sources=Sources(lambda: nn.Linear(3, 1), data), store=None, progress=False)
+    result = train(
+        config, sources=Sources(lambda: nn.Linear(3, 1), data), store=None, progress=False
+    )
     assert result.metric == "mae"
     assert result.score() < 0.1
     assert set(result.metrics["test"]) == {"loss", "mae"}
@@ -304,7 +326,10 @@ def test_recomputed_norm_statistics_are_measured_beside_and_not_kept(tmp_path):
     config = TINY.replace(method="rwp:ratio=1,schedule=constant")
     plain = train(config, sources=Sources(Dropping), store=tmp_path, progress=False)
     both = train(
-        config.replace(recompute_norm=True), sources=Sources(Dropping), store=tmp_path, progress=False
+        config.replace(recompute_norm=True),
+        sources=Sources(Dropping),
+        store=tmp_path,
+        progress=False,
     )
     assert both.metrics["test"] == plain.metrics["test"]
     assert both.metrics["test_recomputed"] != plain.metrics["test"]

@@ -155,6 +155,11 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
     task.measure(outputs, y)
 
 
+def shown_name(name: str) -> str:
+    """A data set's or model's name as tables show it."""
+    return name.removeprefix(GIVEN).replace("<lambda>", "own model")
+
+
 def _is_user_code(name: str) -> bool:
     prefix, colon, _ = name.partition(":")
     return bool(colon) and prefix not in ("torchvision", "timm", GIVEN[:-1])

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from steppe.lab.config import Config, from_dict
 from steppe.lab.errors import LabError
+from steppe.lab.problems import shown_name
 from steppe.lab.runs import Run
 
 
@@ -56,7 +57,8 @@ class Result:
 
     def table(self) -> str:
         """The final metrics, one line per split."""
-        lines = [f"{self.config.data} · {self.config.model} · {self.config.method}"]
+        about = f"{shown_name(self.config.data)} · {shown_name(self.config.model)}"
+        lines = [f"{about} · {self.config.method} · seed {self.config.seed}"]
         if self.status == "diverged":
             return "\n".join([*lines, f"diverged: {self.message}"])
         for split, values in self.metrics.items():

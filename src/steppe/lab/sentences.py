@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from steppe.lab.problems import shown_name
 from steppe.lab.statistics import ENOUGH, Difference, mean_std
 from steppe.lab.tables import Table, join_words, signed
 
@@ -110,10 +111,13 @@ def _p(difference: Difference) -> str:
 
 
 def _title(comparison: Comparison) -> str:
-    config, example = comparison.config, comparison.example
-    about = f"{config.data}{f' ({example.data_note})' if example.data_note else ''}"
+    example = comparison.example
+    config = example.config
+    about = shown_name(config.data)
+    if example.data_note:
+        about += f" ({example.data_note})"
     seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
-    return f"{about}, {config.model}, {example.steps} steps of batch {config.batch}, {seeds}"
+    return f"{about}, {shown_name(config.model)}, {example.steps} steps of batch {config.batch}, {seeds}"
 
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:
@@ -171,7 +175,7 @@ def comparison_sentence(comparison: Comparison) -> str:
 
 
 def _too_few(groups: dict[str, list[Row]], digits: int, unit: str) -> str:
-    rows = groups.get("too few seeds")
+    rows = [row for row in groups.get("too few seeds", []) if row.finished]
     if not rows:
         return ""
     names = join_words([row.label for row in rows])

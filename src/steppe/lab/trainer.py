@@ -42,6 +42,7 @@ class Trainer:
         self.device = device
         self.model = problem.model.to(device)
         if config.channels_last:
+            check_channels(self.model, device)
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.per_epoch = math.ceil(len(self.data.train) / config.batch)
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
@@ -186,6 +187,16 @@ class Trainer:
         if self.config.channels_last and x.dim() == 4:
             return x.contiguous(memory_format=torch.channels_last)
         return x
+
+
+def check_channels(model: nn.Module, device: torch.device) -> None:
+    """Raise where torch would corrupt memory (2.13, CPU): channels_last with few channels."""
+    narrow = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.out_channels < 8]
+    if narrow and device.type == "cpu":
+        raise LabError(
+            f"channels_last with a convolution of {narrow[0].out_channels} channels (fewer than 8) "
+            "crashes torch on the CPU. Set channels_last=false or widen the model."
+        )
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

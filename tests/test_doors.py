@@ -304,6 +304,21 @@ def test_a_step_without_a_pass_raises():
         optimizer.step()
 
 
+def test_a_step_that_only_allocates_the_optimizers_state_is_not_counted():
+    """As torch.distributed.checkpoint takes one: zero gradients, learning rate 0, no pass."""
+    model, optimizer, perturber = attached(steppe.arwp(0.01), lr=0.0)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step(closure=None)
+    assert perturber.step == 0
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(RuntimeError, match="without a pass"):
+        optimizer.step()
+    loss_fn(model(batch()[0]), batch()[1]).backward()
+    optimizer.step()
+    assert perturber.step == 1
+
+
 def test_a_detached_perturber_says_so():
     model, optimizer, perturber = attached(steppe.rwp(0.01))
     perturber.detach()

@@ -6,7 +6,6 @@ from torch import nn
 
 import steppe
 from steppe.noise import Draw
-from steppe.weights import _standard_normal
 from tests import references as ref
 
 SIGMA, ETA, BETA, LR = 0.03, 5.0, 0.9, 0.1
@@ -49,9 +48,7 @@ class Twin:
         weights = self.perturber._engine.weights
         seed_of = Draw(self.seed, step, stream).block_seeds(weights.blocks)
         return [
-            torch.cat([_standard_normal(b, seed_of(b.number)) for b in slot.blocks()])
-            if slot.param.dim()
-            else _standard_normal(next(slot.blocks()), seed_of(slot.first_block))
+            torch.cat([b.standard_normal(seed_of(b.number)) for b in slot.blocks()])
             for slot in weights.slots
         ]
 

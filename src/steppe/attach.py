@@ -15,7 +15,9 @@ from steppe.engine import Engine
 from steppe.hooks import Hooks, is_attached
 from steppe.ledger import Ledger
 from steppe.methods import Method
+from steppe.parallel import AscentOf, Noise, PassesOver, Statistics, find_ranks
 from steppe.perturber import Perturber
+from steppe.shards import Shards
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]
@@ -32,6 +34,9 @@ def attach(
     microbatch_loss: MicrobatchLoss = "mean",
     scaler: torch.amp.GradScaler | None = None,
     on_incomplete: OnIncomplete = "warn",
+    passes_over: PassesOver | None = None,
+    noise: Noise | None = None,
+    ascent: AscentOf | None = None,
 ) -> Perturber:
     """Train `model` with `method` from now on; the loop stays as it is.
 
@@ -47,6 +52,11 @@ def attach(
         scaler: the `GradScaler`, if there is one (needed by m_arwp and by `perturber.backward`).
         on_incomplete: what to do about a step, after the first, whose number of micro-batches the
             passes do not divide: "warn" weighs what ran to one, "raise" refuses.
+        passes_over: how several passes run: "ranks" (at once, a group of ranks each; the default
+            under DDP or on a mesh) or "microbatches" (in turn; the default in one process).
+        noise: "rank" (each replica draws its own eps, the default) or "shared" (one eps for all).
+        ascent: of SAM under DDP: "rank" (each rank climbs by its own gradient, without communication,
+            the default) or "global" (by the averaged one).
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +66,8 @@ def attach(
     >>> perturber.step
     1
     """
-    _check_kinds(model, optimizer, method, seed, microbatch_loss, on_incomplete, scaler)
+    _check_kinds(model, optimizer, method, seed, scaler)
+    _check_options(microbatch_loss, on_incomplete, passes_over, noise, ascent)
     if is_attached(model):
         raise RuntimeError(
             "This model (or a part of it) is attached already. Call detach() on its perturber first."
@@ -70,7 +81,8 @@ def attach(
     choice = choose(model, optimizer, exclude)
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
-    weights = Weights(choice.perturbed)
+    ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
+    weights = Weights(choice.perturbed, Shards(model))
     ledger = Ledger(
         method,
         weights,
@@ -78,9 +90,12 @@ def attach(
         microbatch_loss=microbatch_loss,
         on_incomplete=on_incomplete,
         scaler=scaler,
+        ranks=ranks,
+        statistics=Statistics(model, method, ranks),
     )
+    ranks.narrow_sync_batchnorm(model)
     engine = Engine(model, method, weights, ledger, seed)
-    return Perturber(engine, Hooks(engine, microbatch_loss), choice.skipped)
+    return Perturber(engine, Hooks(engine), choice.skipped)
 
 
 @dataclass(frozen=True)
@@ -154,13 +169,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _check_kinds(
-    model: object,
-    optimizer: object,
-    method: object,
-    seed: object,
-    microbatch_loss: object,
-    on_incomplete: object,
-    scaler: object,
+    model: object, optimizer: object, method: object, seed: object, scaler: object
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -174,11 +183,8 @@ def _check_kinds(
             "an optimizer that takes one gradient a step (SGD, Adam, AdamW, …)."
         )
     if not isinstance(method, Method):
-        hint = (
-            f" Did you mean steppe.{getattr(method, '__name__', 'arwp')}()?"
-            if callable(method)
-            else ""
-        )
+        name = getattr(method, "__name__", "arwp")
+        hint = f" Did you mean steppe.{name}()?" if callable(method) else ""
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
@@ -186,9 +192,22 @@ def _check_kinds(
         raise TypeError(f"seed must be an int, got {seed!r}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
+
+
+def _check_options(
+    microbatch_loss: object,
+    on_incomplete: object,
+    passes_over: object,
+    noise: object,
+    ascent: object,
+) -> None:
     for name, value, known in (
         ("microbatch_loss", microbatch_loss, get_args(MicrobatchLoss)),
         ("on_incomplete", on_incomplete, get_args(OnIncomplete)),
+        ("passes_over", passes_over, (*get_args(PassesOver), None)),
+        ("noise", noise, (*get_args(Noise), None)),
+        ("ascent", ascent, (*get_args(AscentOf), None)),
     ):
         if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+            choices = ", ".join(repr(k) for k in known if k is not None)
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")

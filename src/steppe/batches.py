@@ -20,8 +20,19 @@ class Work(NamedTuple):
     factor: float
 
 
-def deal(method: Method, batches: tuple[Any, ...]) -> list[Work]:
-    """Which pass runs on what, in order; raises and says what to pass if the number is wrong."""
+def deal(method: Method, batches: tuple[Any, ...], only: int | None = None) -> list[Work]:
+    """Which pass runs on what, in order; raises and says what to pass if the number is wrong.
+
+    `only`: the one pass that this rank runs, where passes are laid over ranks.
+    """
+    if only is not None:
+        if len(batches) > 1:
+            raise ValueError(
+                f"{method.name}() runs its passes on different ranks, and every rank brings one batch "
+                f"of its own; got {len(batches)}. Call perturber.backward(loss_of, batch)."
+            )
+        weight = method.passes[only].weight * len(method.passes)
+        return [Work(only, _arguments(batches[0]) if batches else (), weight)]
     if method.feed == "each":
         if len(batches) != len(method.passes):
             names = ", ".join(f"batch{i + 1}" for i in range(len(method.passes)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -42,6 +42,7 @@ class Engine:
         self.running: Running | None = None
         self.open_run: Run | None = None
         self.probing = False
+        self._idle = False
         self.gradient: list[Tensor | None] = []
         """The gradient of the pass before, for a pass that needs it."""
 
@@ -65,7 +66,8 @@ class Engine:
         stream = index if planned.stream is None else planned.stream
         if planned.fresh:
             stream += len(self.method.passes) * self.ledger.done.count(index)
-        return Draw(self.seed, self.ledger.step, stream, sign=planned.sign)
+        replica = self.ledger.ranks.replica
+        return Draw(self.seed, self.ledger.step, stream, replica, planned.sign)
 
     def move(self, index: int, draw: Draw) -> None:
         """Back the weights up and add the eps of a pass. Strength zero leaves them untouched."""
@@ -116,7 +118,9 @@ class Engine:
         self.restore()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.ledger.settle()
+            self._idle = not self.ledger.done and self.ledger.stands_still()
+            if not self._idle:
+                self.ledger.settle()
             return None
         ours = SingleUse(self, closure)
         if "closure" in kwargs:
@@ -124,7 +128,9 @@ class Engine:
         return (args[0], ours, *args[2:]), kwargs
 
     def after_step(self, *_: Any) -> None:
-        self.ledger.step += 1
+        if not self._idle:
+            self.ledger.step += 1
+        self._idle = False
         self.ledger.new_step()
 
 
@@ -139,6 +145,7 @@ class Run:
         self._scouts = engine.method.scouts(index)
         self._running: Running | None = None
         self._stash: list[Tensor | None] = []
+        self._quiet = ExitStack()
 
     def __repr__(self) -> str:
         kind = "perturbed" if self.perturbed else "clean"
@@ -155,8 +162,9 @@ class Run:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
         engine.ledger.by_hooks = False
         if self._scouts:
-            self._stash = [p.grad for p in engine.ledger.params]
+            self._stash = engine.ledger.keep_gradients()
             drop_gradients(engine.ledger)
+            self._quiet.enter_context(engine.ledger.ranks.scouting())
         try:
             self._running = engine.begin(self.index, 1.0 if self._scouts else self._factor, self)
             engine.open_run = self
@@ -200,6 +208,7 @@ class Run:
 
     def _unstash(self) -> None:
         """Give back the gradients that were there before a pass that shows the next one its way."""
+        self._quiet.close()
         if not self._scouts:
             return
         for param, old in zip(self._engine.ledger.params, self._stash, strict=False):

@@ -16,28 +16,29 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from steppe.engine import Engine, Running
+from steppe.slots import is_sharded
 
 
 class Hook:
     """A hook on a module that is inert in copies and pickles of the module."""
 
-    def __init__(self, owner: Hooks | None, name: str) -> None:
-        self.owner, self.name = owner, name
+    def __init__(self, owner: Hooks | None, name: str, *first: Any) -> None:
+        self.owner, self.name, self.first = owner, name, first
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self.owner is not None:
-            getattr(self.owner, self.name)(*args, **kwargs)
+            getattr(self.owner, self.name)(*self.first, *args, **kwargs)
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[None, str]]:
+    def __reduce__(self) -> tuple[type[Hook], tuple[Any, ...]]:
         return (Hook, (None, self.name))
 
 
 class Hooks:
     """All hooks of one engine, installed and removed together."""
 
-    def __init__(self, engine: Engine, microbatch_loss: str) -> None:
-        self._engine, self._microbatch_loss = engine, microbatch_loss
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         model, optimizer = engine.model, engine.ledger.optimizer
         self._handles: list[Any] = [
             # first of all, so that FSDP gathers perturbed weights
@@ -47,6 +48,14 @@ class Hooks:
             optimizer.register_step_post_hook(engine.after_step),
         ]
         look = Hook(self, "before_look")
+        if engine.ledger.several and engine.weights.shards.several:
+            self._slots = {slot.name: number for number, slot in enumerate(engine.weights.slots)}
+            self._handles += [
+                # after FSDP's own, when the module's parameters are the gathered ones
+                module.register_forward_pre_hook(Hook(self, "gathered", name))
+                for name, module in model.named_modules()
+                if hasattr(module, "reshard")
+            ]
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(look))
             self._handles.append(module.register_load_state_dict_pre_hook(look))
@@ -55,6 +64,13 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._engine.ledger.remove_hooks()
+        self._engine.ledger.ranks.widen_sync_batchnorm()
+
+    def gathered(self, prefix: str, module: nn.Module, _: Any) -> None:
+        """Weigh the gradients of the gathered parameters: sharded ones see none of autograd."""
+        for name, param in module.named_parameters(prefix=prefix):
+            if not is_sharded(param):
+                self._engine.ledger.watch(param, self._slots.get(name))
 
     def before_look(self, *_: Any, **__: Any) -> None:
         self._engine.restore()
@@ -84,9 +100,13 @@ class Hooks:
                 "whole model runs its first forward without gradients, at other weights than the "
                 "second. Use checkpoint(..., use_reentrant=False)."
             )
-        engine.ledger.new_step_if_abandoned()
-        index = len(engine.ledger.done) % len(method.passes)
-        losses = len(method.passes) if self._microbatch_loss == "mean" else 1
+        ledger = engine.ledger
+        ledger.new_step_if_abandoned()
+        index = ledger.ranks.index
+        losses = len(method.passes)
+        if index is None:
+            index = len(ledger.done) % len(method.passes)
+            losses = losses if ledger.microbatch_loss == "mean" else 1
         engine.begin(index, method.passes[index].weight * losses)
 
     def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from steppe.methods import Method
-from steppe.perturbations import Perturbation, State
+from steppe.parallel import Ranks, Statistics
+from steppe.perturbations import Gradients, Perturbation, State
+from steppe.slots import is_sharded
 from steppe.weights import Weights
 
 
@@ -33,8 +35,11 @@ class Ledger:
         microbatch_loss: Literal["mean", "sum"],
         on_incomplete: Literal["warn", "raise"],
         scaler: torch.amp.GradScaler | None,
+        ranks: Ranks,
+        statistics: Statistics,
     ) -> None:
         self.method, self.weights, self.optimizer = method, weights, optimizer
+        self.ranks, self._statistics = ranks, statistics
         self.microbatch_loss, self.on_incomplete = microbatch_loss, on_incomplete
         self.scaler = scaler
         noises = [p.perturbation for p in method.passes if p.perturbation is not None]
@@ -85,8 +90,13 @@ class Ledger:
         """
         slots = {slot.param: number for number, slot in enumerate(self.weights.slots)}
         for param in self.params:
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_hook(partial(self._weigh, slots.get(param)))
+            if not is_sharded(param):
+                self.watch(param, slots.get(param))
+
+    def watch(self, param: nn.Parameter, slot: int | None) -> None:
+        """Weigh the gradients that arrive at this leaf (of a sharded parameter: the gathered one)."""
+        if param.requires_grad and param not in self._hooks:
+            self._hooks[param] = param.register_hook(partial(self._weigh, slot))
 
     def _weigh(self, slot: int | None, grad: Tensor) -> Tensor | None:
         if self._pass is None:
@@ -105,6 +115,12 @@ class Ledger:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    def keep_gradients(self) -> list[Tensor | None]:
+        """The gradients so far, safe from DDP, which reuses the memory of its bucket views."""
+        ddp = self.ranks.ddp
+        views = ddp is not None and ddp.gradient_as_bucket_view
+        return [p.grad.clone() if views and p.grad is not None else p.grad for p in self.params]
 
     # ------------------------------------------------------------------ between passes
 
@@ -125,6 +141,11 @@ class Ledger:
         if not grads or (not untouched and not any(bool(g.any()) for g in grads)):
             self.new_step()
 
+    def stands_still(self) -> bool:
+        """Whether all learning rates are 0. A step without a pass is no training step then:
+        torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
+        return all(float(group.get("lr", 1.0)) == 0 for group in self.optimizer.param_groups)
+
     # ------------------------------------------------------------------ before the update
 
     def settle(self) -> None:
@@ -139,16 +160,17 @@ class Ledger:
             )
         self._even_out()
         with torch.no_grad():
-            for noise, state in self.states.items():
-                if noise.learns_from == "pass" and self.several:
-                    self._learn_noted(noise, state)
-                elif noise.learns_from != "nothing":
-                    self._learn(noise, state)
+            for noise in self.states:
+                if noise.learns_from == "step" or (
+                    noise.learns_from == "pass" and not self.several
+                ):
+                    self._learn(noise)
+            self._learn_noted()
 
     def _even_out(self) -> None:
         """See to it that every pass ran equally often; weigh what ran to one otherwise."""
         passes, ran = self.method.passes, Counter(self.done)
-        if len({ran[i] for i in range(len(passes))}) == 1:
+        if self.ranks.index is not None or len({ran[i] for i in range(len(passes))}) == 1:
             return
         told = (
             f"{self.method.name}() runs {len(passes)} passes over consecutive micro-batches of one "
@@ -176,25 +198,47 @@ class Ledger:
             with torch.no_grad():
                 torch._foreach_mul_(grads, 1 / share)
 
-    def _learn(self, noise: Perturbation, state: State) -> None:
+    def _learn(self, noise: Perturbation) -> None:
         """From the gradients as the optimizer sees them; a fused one unscales them by itself."""
         grads = [slot.param.grad if slot.active else None for slot in self.weights.slots]
         scale = getattr(self.optimizer, "grad_scale", None)
-        noise.learn(self.weights, state, grads, 1.0 if scale is None else 1.0 / scale)
+        scale = 1.0 if scale is None else 1.0 / scale
+        noise.learn(self.weights, self.states[noise], grads, scale)
 
-    def _learn_noted(self, noise: Perturbation, state: State) -> None:
+    def _learn_noted(self) -> None:
         """From the K perturbed passes' own gradients, v <- beta v + mean_k ‖g_k‖², each undone of
         its loss divisor and loss scale (its weight was not applied yet when it was noted)."""
-        passes = self.method.passes
-        count = sum(passes[i].perturbation == noise for i in self.done)
-        if not count:
-            return
-        divisor = 1.0
-        if self.microbatch_loss == "mean":
-            divisor = len(self.done) if self.by_hooks else len(self.done) / len(passes)
-        notes = [self._notes[noise].get(i) for i in range(len(self.weights.slots))]
-        scale = divisor / math.sqrt(count) / self._loss_scale()
-        noise.learn_noted(self.weights, state, notes, scale)
+        noises = [n for n in self.states if n.learns_from == "pass" and self.several]
+        numbers = range(len(self.weights.slots))
+        notes: list[Gradients] = [[self._notes[n].get(i) for i in numbers] for n in noises]
+        planned = [self.method.passes[i].perturbation for i in self.done]
+        counts: list[Tensor | float] = [planned.count(noise) for noise in noises]
+        if self.ranks.groups and (noises or self._statistics.buffers):
+            notes, counts = self._exchange(notes, counts)
+        for noise, noted, count in zip(noises, notes, counts, strict=True):
+            if isinstance(count, Tensor) or count:
+                scale = self._divisor() / count**0.5 / self._loss_scale()
+                noise.learn_noted(self.weights, self.states[noise], noted, scale)
+
+    def _exchange(
+        self, notes: list[Gradients], counts: list[Tensor | float]
+    ) -> tuple[list[Gradients], list[Tensor | float]]:
+        """Tell all ranks, in one small message: squared norms, how many, and BN's statistics."""
+        like = self.weights.sizes
+        vectors = [self.weights.per_filter(noted) for noted in notes]
+        parts = [*vectors, like.new_tensor(counts), self._statistics.pack(like)]
+        *vectors, total, statistics = self.ranks.sum(*parts)
+        self._statistics.unpack(statistics)
+        sizes = [slot.filter_count for slot in self.weights.slots]
+        return [list(vector.split(sizes)) for vector in vectors], list(total)
+
+    def _divisor(self) -> float:
+        """By how much the loop divides each micro-batch's loss."""
+        if self.microbatch_loss == "sum":
+            return 1.0
+        if self.by_hooks or self.ranks.index is not None:
+            return float(len(self.done))
+        return len(self.done) / len(self.method.passes)
 
     def _loss_scale(self) -> Tensor | float:
         if self.scaler is not None and self.scaler.is_enabled():

@@ -18,14 +18,8 @@ from typing import Literal
 
 from torch import nn
 
-from steppe.perturbations import (
-    AdaptiveGaussian,
-    Ascent,
-    ElementwiseGaussian,
-    Gaussian,
-    MomentumAscent,
-    Perturbation,
-)
+from steppe.ascents import Ascent, MomentumAscent
+from steppe.perturbations import AdaptiveGaussian, ElementwiseGaussian, Gaussian, Perturbation
 from steppe.schedules import Strength, needs_steps, with_steps
 
 Feed = Literal["one", "each", "slices"]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from steppe.noise import Draw
 from steppe.schedules import Strength, check_strength, strength_at
-from steppe.weights import Block, Slot, Weights, filter_norms
+from steppe.slots import Block, Slot, filter_norms, local
+from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -208,20 +209,15 @@ class ElementwiseGaussian(Perturbation):
         history = dict(zip(weights.slots, state["history"], strict=True))
 
         def factor(slot: Slot, block: Block) -> Tensor:
-            return self.factor(block.of(history[slot]))
+            return self.factor(block.of(local(history[slot])))
 
         std = torch.full_like(weights.sizes, self.strength(draw.step))
         weights.add_noise(draw, std, factor)
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        squares = [
-            (slot.strength * self.factor(history)).square().sum(dtype=weights.dtype)
-            for slot, history in zip(weights.slots, state["history"], strict=True)
-            if slot.active
-        ]
-        return (
-            self.strength(step) * torch.stack([s.to(weights.device) for s in squares]).sum().sqrt()
-        )
+        pairs = zip(weights.slots, state["history"], strict=True)
+        factors = [s.strength * self.factor(local(h)) if s.active else None for s, h in pairs]
+        return self.strength(step) * weights.total_norm(factors, weights.slots)
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         squared = grad.float().square() if grad.dtype.itemsize < 4 else grad.square()
@@ -230,125 +226,16 @@ class ElementwiseGaussian(Perturbation):
     def learn_noted(
         self, weights: Weights, state: State, notes: Gradients, scale: Tensor | float
     ) -> None:
-        decay_and_add(weights, state["history"], notes, self.beta, scale * scale)
+        weights.decay_and_add(state["history"], notes, self.beta, scale * scale)
 
     def learn(
         self, weights: Weights, state: State, grads: Gradients, scale: Tensor | float
     ) -> None:
-        decay_and_add(weights, state["history"], grads, self.beta, scale * scale, square=True)
+        weights.decay_and_add(state["history"], grads, self.beta, scale * scale, square=True)
 
     def stats(self, state: State) -> dict[str, float]:
-        values = torch.cat([self.factor(h).flatten() for h in state["history"]])
+        values = torch.cat([self.factor(local(h)).flatten() for h in state["history"]])
         return {"factor": float(values.median())}
-
-
-@dataclass(frozen=True)
-class Ascent(Perturbation):
-    """SAM's step up the gradient: eps = rho g / ‖g‖ with the norm over all perturbed weights.
-
-    `adaptive` is ASAM's form, invariant to rescaling weights: with T = |w| + eta,
-    eps = rho T² g / ‖T g‖.
-    """
-
-    rho: Strength
-    adaptive: bool = False
-    eta: float = 0.0
-
-    needs_gradient: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_strength("rho", self.rho)
-        check_nonnegative("eta", self.eta)
-
-    def strength(self, step: int) -> float:
-        return strength_at(self.rho, step, name="rho")
-
-    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        params = [slot.param.detach() for slot in weights.moved]
-        if self.adaptive:
-            gradient = [_times_size(g, p, self.eta) for g, p in zip(gradient, params, strict=True)]
-        norm = weights.total_norm(gradient)
-        if self.adaptive:
-            gradient = [_times_size(g, p, self.eta) for g, p in zip(gradient, params, strict=True)]
-        weights.add(gradient, per_norm(draw.sign * self.strength(draw.step), norm))
-
-    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
-        return torch.tensor(self.strength(step), dtype=weights.dtype)
-
-
-@dataclass(frozen=True)
-class MomentumAscent(Perturbation):
-    """MSAM: eps = -rho v / ‖v‖ with v <- momentum v + g over the optimizer's gradients.
-
-    One pass per step. v is kept here rather than read from the optimizer, so that every optimizer
-    will do; it costs a second extra copy of the weights. Before the first step v = 0 and eps = 0.
-    """
-
-    rho: Strength
-    momentum: float = 0.9
-
-    learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "step"
-
-    def __post_init__(self) -> None:
-        check_strength("rho", self.rho)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
-
-    def strength(self, step: int) -> float:
-        return strength_at(self.rho, step, name="rho")
-
-    def init(self, weights: Weights) -> State:
-        return {"momentum": weights.zeros()}
-
-    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        v = [m for slot, m in zip(weights.slots, state["momentum"], strict=True) if slot.active]
-        norm = weights.total_norm(v)
-        weights.add(v, per_norm(-draw.sign * self.strength(draw.step), norm))
-
-    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        norm = weights.total_norm(state["momentum"])
-        return torch.where(norm > 0, self.strength(step), 0.0)
-
-    def learn(
-        self, weights: Weights, state: State, grads: Gradients, scale: Tensor | float
-    ) -> None:
-        decay_and_add(weights, state["momentum"], grads, self.momentum, scale)
-
-
-def decay_and_add(
-    weights: Weights,
-    memory: Sequence[Tensor],
-    values: Gradients,
-    decay: float,
-    scale: Tensor | float,
-    *,
-    square: bool = False,
-) -> None:
-    """memory <- decay memory + scale value (or value²), in place, piece by piece.
-
-    If any value is not finite, the whole step is dropped, without asking the device.
-    """
-    finite = weights.total_norm(values).isfinite()
-    for slot, kept, value in zip(weights.slots, memory, values, strict=True):
-        ok = finite.to(kept.device)
-        for block in slot.blocks():
-            part = block.of(kept)
-            new = part * decay
-            if value is not None:
-                add = block.of(value.to_dense() if value.is_sparse else value).to(part.dtype)
-                new += (add.square() if square else add) * torch.as_tensor(scale).to(part)
-            part.copy_(torch.where(ok, new, part))
-
-
-def per_norm(length: float, norm: Tensor) -> Tensor:
-    """The factor that gives a vector of this norm the wanted length; 0 for the zero vector."""
-    return torch.where(norm > 0, length / norm, 0.0)
-
-
-def _times_size(grad: Tensor | None, param: Tensor, eta: float) -> Tensor | None:
-    """grad * (|w| + eta), in place: the gradient of SAM's first pass serves nothing else."""
-    return None if grad is None else grad.mul_(param.abs().add_(eta))
 
 
 def check_adaptive(eta: float, beta: float, exponent: float) -> None:

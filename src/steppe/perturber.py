@@ -52,6 +52,11 @@ class Perturber:
         return self._engine.method
 
     @property
+    def batches_needed(self) -> int:
+        """How many batches `backward` takes: one, if the passes run on different ranks."""
+        return 1 if self._engine.ledger.ranks.index is not None else self.method.batches_needed
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken since training began."""
         return self._engine.ledger.step
@@ -80,8 +85,12 @@ class Perturber:
                 "perturber.backward(loss_of, batch)."
             )
         self._engine.ledger.new_step_if_abandoned()
+        mine = self._engine.ledger.ranks.index
         for index, planned in enumerate(self.method.passes):
-            yield Run(self._engine, index, planned.weight)
+            if mine is None:
+                yield Run(self._engine, index, planned.weight)
+            elif index == mine:
+                yield Run(self._engine, index, planned.weight * len(self.method.passes))
 
     def backward(self, loss_of: Callable[..., Tensor], *batches: Any) -> Tensor:
         """Run all passes of a step and leave the method's gradient in `.grad`.
@@ -96,7 +105,7 @@ class Perturber:
                 f"backward() takes a function that gives the loss, got {type(loss_of).__name__}. "
                 "Write perturber.backward(lambda: loss_fn(model(x), y))."
             )
-        work = deal(self.method, batches)
+        work = deal(self.method, batches, self._engine.ledger.ranks.index)
         self._engine.ledger.new_step_if_abandoned()
         total: Tensor | None = None
         for number, batch, factor in work:
@@ -177,6 +186,13 @@ class Perturber:
             f"{count:,} weights of {len(weights.active)} parameters in {weights.filters:,} filters, "
             f"expected ‖eps‖/‖w‖ = {stats['displacement']:.3g}",
         ]
+        ranks = self._engine.ledger.ranks
+        if ranks.index is not None:
+            kind = "perturbed" if self.method.passes[ranks.index].perturbation else "clean"
+            lines.append(
+                f"  {len(self.method.passes)} passes over {ranks.size} replicas; this is replica "
+                f"{ranks.rank} and runs pass {ranks.index} ({kind})"
+            )
         lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in weights.active]
         frozen = {s.name: "frozen" for s in weights.slots if not s.active}
         lines += [

@@ -1,4 +1,4 @@
-"""The weights: their filters, a backup, and the only code that writes parameter values.
+"""The weights: a backup, and the only code that writes parameter values.
 
 Moves are made in place under `no_grad`, so autograd's version counters still catch a stale graph.
 A full backup is taken before anything is written: putting back is a copy, bit-exact and safe to
@@ -7,92 +7,46 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steppe.noise import CPU_BLOCK, DEVICE_BLOCK, PARALLEL_FROM, Draw, in_order, standard_normal_
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """One perturbed parameter and its place among all filters and noise blocks."""
-
-    name: str
-    param: nn.Parameter
-    group: dict[str, Any]
-    filters: slice
-    rows_per_block: int
-    first_block: int
-
-    @property
-    def active(self) -> bool:
-        """Frozen parameters are never touched, whenever they were frozen."""
-        return self.param.requires_grad
-
-    @property
-    def strength(self) -> float:
-        """The parameter group's own factor on the strength (`strength=` in the group)."""
-        return float(self.group.get("strength", 1.0))
-
-    def expand(self, per_filter: Tensor) -> Tensor:
-        """This parameter's part of a vector over all filters, shaped to broadcast over it."""
-        mine = per_filter[self.filters].to(self.param.device)
-        return mine.view(-1, *[1] * (self.param.dim() - 1)) if self.param.dim() > 1 else mine[0]
-
-    def blocks(self) -> Iterator[Block]:
-        rows = self.param.shape[0] if self.param.dim() else 1
-        for number, start in enumerate(range(0, rows, self.rows_per_block)):
-            yield Block(
-                self, start, min(start + self.rows_per_block, rows), self.first_block + number
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Whole filters of one parameter (or a stretch of a vector) that are drawn together."""
-
-    slot: Slot
-    start: int
-    stop: int
-    number: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This block's part of a tensor shaped like the parameter, or that broadcasts over it."""
-        return tensor[self.start : self.stop] if tensor.dim() else tensor
+from steppe.noise import CPU_BLOCK, DEVICE_BLOCK, PARALLEL_FROM, Draw, in_order
+from steppe.shards import Shards
+from steppe.slots import Block, Slot, filter_norms, local
 
 
 class Weights:
     """Every perturbed parameter, its filters in one row of numbers, and the way back.
 
-    A filter is a slice along dimension 0 of a parameter with two or more dimensions; a vector or
-    scalar parameter is one filter (SPEC of the paper's *filter-wise* noise). Quantities per filter
-    (norms, history, std) are vectors over the filters of all parameters, a few thousand numbers.
+    Quantities per filter (norms, history, std) are vectors over the filters of all parameters, a few
+    thousand numbers, the same on every rank that holds a shard.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter, dict[str, Any]]],
+        shards: Shards | None = None,
+    ) -> None:
+        self.shards = shards or Shards()
         self.slots: list[Slot] = []
         filters = blocks = 0
         for name, param, group in named:
             count = param.shape[0] if param.dim() > 1 else 1
-            row = param[0].numel() if param.dim() > 1 else 1
-            per_block = CPU_BLOCK if param.device.type == "cpu" else DEVICE_BLOCK
-            rows = max(1, per_block // row)
+            row = param.numel() // count if param.dim() > 1 else 1
+            rows = max(1, (CPU_BLOCK if param.device.type == "cpu" else DEVICE_BLOCK) // row)
             place = slice(filters, filters + count)
-            self.slots.append(Slot(name, param, group, place, rows, blocks))
+            offset = self.shards.offset(param)
+            self.slots.append(Slot(name, param, group, place, rows, blocks, offset))
             filters += count
             blocks += -(-(param.shape[0] if param.dim() else 1) // rows)
-        self.filters = filters
-        self.blocks = blocks
+        self.filters, self.blocks = filters, blocks
         dtypes = {slot.param.dtype for slot in self.slots}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = self.slots[0].param.device if self.slots else torch.device("cpu")
-        sizes = [slot.param.numel() // _count(slot.filters) for slot in self.slots]
-        counts = torch.tensor([_count(slot.filters) for slot in self.slots])
-        self.sizes = torch.tensor(sizes, dtype=self.dtype).repeat_interleave(counts).to(self.device)
+        self.sizes = self._repeat([s.param.numel() // s.filter_count for s in self.slots])
         self._backup: dict[Slot, Tensor] = {}
         self.moved: list[Slot] = []
         """The parameters that are away from their true values, in the order of `slots`."""
@@ -107,31 +61,40 @@ class Weights:
         """‖·‖ of each filter of the weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None:
             tensors = [slot.param.detach() if slot.active else None for slot in self.slots]
-        return self.per_filter(
-            [None if t is None else filter_norms(t, self.dtype) for t in tensors]
-        )
+        norms = [None if t is None else filter_norms(local(t), self.dtype) for t in tensors]
+        if not self.shards.several:
+            return self.per_filter(norms)
+        squares = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        for slot, norm in zip(self.slots, norms, strict=True):
+            if norm is not None and self.shards.counts(slot.param):
+                squares[slot.my_filters] += norm.to(self.device).square()
+        return self.shards.sum_(squares).sqrt_()
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
         rows = [
-            torch.zeros(_count(slot.filters), dtype=self.dtype, device=self.device)
+            torch.zeros(slot.filter_count, dtype=self.dtype, device=self.device)
             if part is None
             else part.to(self.device, self.dtype, non_blocking=True)
             for slot, part in zip(self.slots, parts, strict=True)
         ]
         return torch.cat(rows) if rows else torch.zeros(0, dtype=self.dtype)
 
-    def total_norm(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """‖·‖ over all of the given tensors together."""
-        there = [t.to_dense() if t.is_sparse else t for t in tensors if t is not None]
-        if not there:
-            return torch.zeros((), dtype=self.dtype, device=self.device)
-        norms = torch._foreach_norm(there, 2, dtype=self.dtype)
-        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
-        return total
+    def total_norm(self, tensors: Sequence[Tensor | None], slots: Sequence[Slot]) -> Tensor:
+        """‖·‖ over all of the given tensors together, one (or None) for each of these slots."""
+        mine = [
+            t.to_dense() if t.is_sparse else local(t)
+            for t, slot in zip(tensors, slots, strict=True)
+            if t is not None and self.shards.counts(slot.param)
+        ]
+        total = torch.zeros((), dtype=self.dtype, device=self.device)
+        if mine:
+            norms = torch._foreach_norm(mine, 2, dtype=self.dtype)
+            total = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
+        return self.shards.sum_(total.square()).sqrt_() if self.shards.several else total
 
     def zeros(self) -> list[Tensor]:
-        """Memory shaped like the parameters, in at least 32 bits."""
+        """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
         return [
             torch.zeros_like(s.param, dtype=torch.promote_types(s.param.dtype, torch.float32))
             for s in self.slots
@@ -139,9 +102,13 @@ class Weights:
 
     def strengths(self) -> Tensor:
         """Each filter's factor on the strength, from the parameter groups; 0 where frozen."""
-        values = [slot.strength if slot.active else 0.0 for slot in self.slots]
-        counts = torch.tensor([_count(slot.filters) for slot in self.slots])
-        return torch.tensor(values, dtype=self.dtype).repeat_interleave(counts).to(self.device)
+        return self._repeat([slot.strength if slot.active else 0.0 for slot in self.slots])
+
+    def _repeat(self, per_slot: Sequence[float]) -> Tensor:
+        """One value per parameter, repeated for each of its filters."""
+        counts = torch.tensor([slot.filter_count for slot in self.slots], dtype=torch.long)
+        values = torch.tensor(per_slot, dtype=self.dtype)
+        return values.repeat_interleave(counts).to(self.device)
 
     # ------------------------------------------------------------------ moves
 
@@ -151,10 +118,10 @@ class Weights:
             raise RuntimeError("The weights are already perturbed; restore() them first.")
         active = self.active
         for slot in active:
-            if not _fits(self._backup.get(slot), slot.param):
-                self._backup[slot] = torch.empty_like(slot.param, requires_grad=False)
+            if not _fits(self._backup.get(slot), slot.values):
+                self._backup[slot] = torch.empty_like(slot.values)
         with torch.no_grad():
-            _foreach_copy([self._backup[s] for s in active], [s.param for s in active])
+            _foreach_copy([self._backup[s] for s in active], [s.values for s in active])
         self.moved = active
 
     def restore(self) -> None:
@@ -163,8 +130,9 @@ class Weights:
             return
         with torch.no_grad():
             moved = self.moved
-            _foreach_copy([s.param for s in moved], [self._backup[s] for s in moved])
+            _foreach_copy([s.values for s in moved], [self._backup[s] for s in moved])
         self.moved = []
+        self.shards.reshard()
 
     def add_noise(
         self,
@@ -178,14 +146,15 @@ class Weights:
 
         def noise(block: Block) -> Tensor:
             with torch.no_grad():
-                eps = _standard_normal(block, seed_of(block.number))
+                eps = block.standard_normal(seed_of(block.number))
                 eps.mul_(block.of(stds[block.slot]))
                 return eps if factor is None else eps.mul_(factor(block.slot, block))
 
         blocks = [block for slot in self.moved for block in slot.blocks()]
         for block, eps in zip(blocks, in_order(noise, blocks, self._threads()), strict=True):
             with torch.no_grad():
-                block.of(block.slot.param).add_(eps)
+                block.of(block.slot.values).add_(eps)
+        self.shards.reshard()
 
     def add(self, directions: Sequence[Tensor | None], scale: Tensor) -> None:
         """Add `scale * direction` to each moved parameter; `scale` stays on the device."""
@@ -193,7 +162,33 @@ class Weights:
             for slot, direction in zip(self.moved, directions, strict=True):
                 if direction is not None:
                     size = scale.to(slot.param.device, slot.param.dtype) * slot.strength
-                    slot.param.addcmul_(direction, size)
+                    slot.values.addcmul_(local(direction), size)
+        self.shards.reshard()
+
+    def decay_and_add(
+        self,
+        memory: Sequence[Tensor],
+        values: Sequence[Tensor | None],
+        decay: float,
+        scale: Tensor | float,
+        *,
+        square: bool = False,
+    ) -> None:
+        """memory <- decay memory + scale value (or value²), piece by piece, for each slot.
+
+        If any value is not finite, the whole step is dropped, without asking the device.
+        """
+        finite = self.total_norm(values, self.slots).isfinite()
+        for slot, kept, value in zip(self.slots, memory, values, strict=True):
+            ok = finite.to(kept.device)
+            for block in slot.blocks():
+                part = block.of(local(kept))
+                new = part * decay
+                if value is not None:
+                    dense = value.to_dense() if value.is_sparse else local(value)
+                    add = block.of(dense).to(part.dtype)
+                    new += (add.square() if square else add) * torch.as_tensor(scale).to(part)
+                part.copy_(torch.where(ok, new, part))
 
     def _threads(self) -> int:
         total = sum(slot.param.numel() for slot in self.moved)
@@ -201,49 +196,16 @@ class Weights:
         return torch.get_num_threads() if on_cpu and total >= PARALLEL_FROM else 1
 
 
-def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """‖·‖ of each filter of one tensor, accumulated in `dtype`.
-
-    >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.float32)
-    tensor([5., 2.])
-    """
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    inner = tuple(range(1, tensor.dim())) or None
-    norms: Tensor = torch.linalg.vector_norm(tensor, dim=inner, dtype=dtype)
-    return norms.reshape(-1)
-
-
-def _standard_normal(block: Block, seed: int) -> Tensor:
-    """Unit noise for one block, drawn in the parameter's own memory order (7 times faster than
-    drawing into a channels_last tensor), in float32 for 16-bit parameters."""
-    param = block.slot.param
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    part = block.of(param.detach())
-    flat = torch.empty(part.numel(), dtype=dtype, device=param.device)
-    standard_normal_(flat, seed)
-    if part.dim() < 3 or part.is_contiguous():
-        return flat.view(part.shape)
-    strides = part.stride()
-    order = [0, *sorted(range(1, part.dim()), key=lambda d: -strides[d])]
-    back = [order.index(d) for d in range(part.dim())]
-    return flat.view([part.shape[d] for d in order]).permute(back)
-
-
 def _foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _fits(backup: Tensor | None, param: Tensor) -> bool:
+def _fits(backup: Tensor | None, values: Tensor) -> bool:
     return (
         backup is not None
-        and backup.shape == param.shape
-        and backup.dtype == param.dtype
-        and backup.device == param.device
-        and backup.stride() == param.stride()
+        and backup.shape == values.shape
+        and backup.dtype == values.dtype
+        and backup.device == values.device
+        and backup.stride() == values.stride()
     )
-
-
-def _count(filters: slice) -> int:
-    return int(filters.stop - filters.start)

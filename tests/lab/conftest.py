@@ -10,12 +10,6 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 PREPARE = PROJECT.parent / "shared" / "data" / "prepare"
-MARKERS = {
-    "cifar10": "cifar-10-batches-py/batches.meta",
-    "cifar100": "cifar-100-python/meta",
-    "photos": "tiny-imagenet-mini",
-    "imagenet": "imagenet-sample-4",
-}
 
 
 @pytest.fixture(scope="session")
@@ -24,16 +18,18 @@ def real_data():
     root = Path(os.environ.get("STEPPE_TEST_DATA", PROJECT / "data" / "real"))
 
     def prepared(name):
-        if (root / MARKERS[name]).exists():
+        ready = root / f".ready-{name}"
+        if ready.exists():
             return root
         if not PREPARE.exists():
             pytest.skip(f"the real {name} is not on this machine ({PREPARE} is absent)")
         root.mkdir(parents=True, exist_ok=True)
         with (root / ".lock").open("w") as lock:  # several test processes may ask at once
             fcntl.flock(lock, fcntl.LOCK_EX)
-            done = subprocess.run(
-                [sys.executable, str(PREPARE), str(root), name], capture_output=True, text=True
-            )
+            command = [sys.executable, str(PREPARE), str(root), name]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not done.returncode:
+                ready.touch()
         if done.returncode:
             pytest.skip(f"the real {name} could not be prepared: {done.stderr.strip()[-200:]}")
         return root

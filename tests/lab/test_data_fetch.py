@@ -181,7 +181,7 @@ def test_only_published_sets_can_be_fetched_or_verified(tmp_path):
         data.fetch("cifar", tmp_path)
     with pytest.raises(ValueError, match="No data set to verify is called 'cifar'"):
         data.verify("cifar", tmp_path)
-    assert data.verify("digits") == "digits: 1,797 images, built in."
+    assert data.verify("digits") == "digits: 1,797 samples, built in."
 
 
 def test_the_root_is_an_environment_variable_or_the_cache_folder(tmp_path, monkeypatch):

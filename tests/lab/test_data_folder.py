@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_subsets_noise_and_validation_work_on_folders(tmp_path):
     assert (len(tree.train), len(tree.validation), len(tree.test)) == (12, 4, 20)
     truth = {"ant": 0, "bee": 1}
     wrong = sum(
-        truth[file.parent.name] != label
+        truth[Path(file).parent.name] != label
         for split in (tree.train, tree.validation)
         for file, label in zip(split.files, split.targets.tolist(), strict=True)
     )

@@ -53,3 +53,11 @@ def test_sizes_below_one_are_refused(n, batch):
 def test_evaluation_goes_through_in_storage_order():
     assert torch.equal(torch.cat(sequential_order(11, 4)), torch.arange(11))
     assert sequential_order(0, 4) == []
+
+
+def test_a_second_stream_gives_as_many_steps_and_twice_the_data():
+    first, second = (epoch_order(1000, 32, seed=0, epoch=3, stream=s) for s in (0, 1))
+    assert [len(b) for b in first] == [len(b) for b in second]
+    shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(first, second, strict=True))
+    # Two independent batches of 32 share 32 * 32 / 1000 samples on average, 32.8 over an epoch.
+    assert shared < 32.8 + 5 * 32.8**0.5

@@ -95,6 +95,22 @@ def test_a_dataset_with_targets_can_be_cut_and_relabelled(tmp_path, monkeypatch)
     assert (x[:, 0] % 3 != y).sum() == 6
 
 
+def test_augmentations_of_the_users_data_stay_unless_others_are_named(tmp_path, monkeypatch):
+    source = """
+import torch
+from steppe.lab import data
+def flipped():
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4) % 2
+    own = data.wrap(images, images)
+    return data.Data("own", own.train.augmented(("flip",)), own.test, classes=2, shape=(3, 8, 8))
+"""
+    (tmp_path / "my_flipped_for_steppe.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    for augment, expected in ((None, 1), ((), 0), ([], 0), (("crop", "flip"), 2)):
+        own = data.load("my_flipped_for_steppe:flipped", augment=augment)
+        assert len(own.train.pipeline.augmentations) == expected
+
+
 def test_what_cannot_be_used_is_explained(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="how many classes are there"):
         data.wrap(Noisy(), Noisy())

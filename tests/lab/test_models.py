@@ -43,6 +43,13 @@ def test_parameter_counts_are_the_published_ones(name, classes, shape):
     assert count(model) == PUBLISHED[name, classes, shape]
 
 
+def test_vgg_for_small_images_can_have_three_layers_as_classifier():
+    with torch.device("meta"):
+        model = models.build("vgg16-bn", classes=10, shape=CIFAR, hidden=512)
+    assert count(model) == 14_728_266 + 2 * (512 * 512 + 512)
+    assert count(model) == 15_253_578
+
+
 def test_cifar_vit_is_dim_512_depth_6_mlp_512_without_qkv_bias():
     with torch.device("meta"):
         model = models.build("vit-s", classes=10, shape=CIFAR)

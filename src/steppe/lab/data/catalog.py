@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from steppe.lab.data.built_in import BUILT_IN
 from steppe.lab.data.cifar import cifar
 from steppe.lab.data.decode import opened
-from steppe.lab.data.digits import digits
 from steppe.lab.data.download import Progress, download, move_in, unpack, workspace
 from steppe.lab.data.fashion import fashion_mnist
 from steppe.lab.data.folder import FolderSplit, folder
@@ -104,7 +104,7 @@ def available(root: Path | None = None) -> list[Found]:
     """The data sets that can be loaded without a download."""
     root = root or default_root()
     places = {name: find(name, root) for name in CATALOGUE}
-    found = [Found("digits", "built in (scikit-learn)")]
+    found = [Found(name, "built in (scikit-learn)") for name in BUILT_IN]
     found += [Found(name, str(place.path)) for name, place in places.items() if place]
     if (root / IMAGENET_FOLDER / "train").is_dir():
         found.append(Found("imagenet", str(root / IMAGENET_FOLDER)))
@@ -153,13 +153,17 @@ def verify(name: str, root: Path | None = None) -> str:
 
     Published sets: images and labels are those of the authors. Folder trees: every image opens.
     """
-    if name == "digits":
-        data = digits()
-        return f"digits: {len(data.train) + len(data.test):,} images, built in."
+    if name in BUILT_IN:
+        data = BUILT_IN[name]()
+        return f"{name}: {len(data.train) + len(data.test):,} samples, built in."
     if name == "imagenet" or name.startswith("folder:"):
         return _verify_folder(name, root)
     if name not in CATALOGUE:
-        raise unknown("data set to verify", name, ["digits", *CATALOGUE, "imagenet", "folder:PATH"])
+        raise unknown(
+            "data set to verify",
+            name,
+            [*BUILT_IN, *CATALOGUE, "imagenet", "folder:PATH"],
+        )
     data = read(name, root)
     content, place = content_digest(data), place_of(name, root)
     if content != CATALOGUE[name].content:

@@ -14,11 +14,14 @@ from torch import Tensor
 from steppe.lab.data.pipeline import Pipeline
 from steppe.lab.data.split import Data, MemorySplit
 from steppe.lab.data.store import Place
+from steppe.lab.naming import unknown
 
-# Mean and standard deviation per channel over all training pixels.
+# Mean and standard deviation per channel over all training pixels. "released" is what the paper's
+# code has for both sets: CIFAR-10's mean, and the mean over images of each image's deviation.
 NORMALISATION = {
     "cifar10": Pipeline(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)),
     "cifar100": Pipeline(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)),
+    "released": Pipeline(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)),
 }
 
 
@@ -45,12 +48,12 @@ def cifar(
 ) -> Data:
     """The training and test images as bytes in memory.
 
-    `normalisation` takes the other set's numbers ("cifar10" for CIFAR-100 is what the paper's
-    released code does); `downsample` averages the images to this size.
+    `normalisation` takes other numbers ("cifar10", "cifar100", or "released": those of the
+    paper's code); `downsample` averages the images to this size.
     """
     normalisation = name if normalisation is None else normalisation
     if normalisation not in NORMALISATION:
-        raise ValueError(f"normalisation must be cifar10 or cifar100, got {normalisation!r}.")
+        raise unknown("normalisation", normalisation, NORMALISATION)
     files, pipeline = CIFAR[name], NORMALISATION[normalisation]
     splits, notes = [], []
     for part in (files.train, files.test):
@@ -59,7 +62,7 @@ def cifar(
             images = averaged(images, downsample)
         splits.append(MemorySplit(images, labels, pipeline))
     if normalisation != name:
-        notes.append(f"normalised with {normalisation}'s numbers")
+        notes.append(f"normalised with the numbers of {normalisation}")
     if downsample is not None:
         notes.append(f"averaged to {downsample}x{downsample}")
     train, test = splits

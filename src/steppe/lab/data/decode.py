@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,7 @@ from steppe.lab.data.streams import generator
 if TYPE_CHECKING:
     from PIL import Image
 
-SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
-)
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TRIES = 10
 Box = tuple[float, float, float, float]
 
@@ -40,7 +39,7 @@ class Decoder:
                 f"size must be at least 1 and at most resize, got size={self.size}, resize={self.resize}."
             )
 
-    def batch(self, files: list[Path], seed: int | None) -> Tensor:
+    def batch(self, files: Sequence[str | Path], seed: int | None) -> Tensor:
         """The images of these files, (N, 3, size, size)."""
         if seed is None or not self.random_crop:
             return torch.stack([self.middle(opened(file)) for file in files])
@@ -80,7 +79,7 @@ def crop_box(width: int, height: int, draws: list[list[float]]) -> Box:
     return left, top, left + w, top + h
 
 
-def opened(file: Path) -> Image.Image:
+def opened(file: str | Path) -> Image.Image:
     """The file's image in colour, decoded."""
     try:
         from PIL import Image

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from steppe.lab.data.built_in import BUILT_IN
 from steppe.lab.data.catalog import CATALOGUE, folder_data, place_of
 from steppe.lab.data.cifar import cifar
-from steppe.lab.data.digits import digits
 from steppe.lab.data.fashion import fashion_mnist
 from steppe.lab.data.folder import folder
 from steppe.lab.data.split import Data
@@ -32,7 +32,7 @@ AUGMENT = {  # where nothing is said; digits and the user's own data are left as
 
 def names() -> list[str]:
     """The data sets that `load` knows by name; besides them folder:PATH and module:function."""
-    return ["digits", *CATALOGUE, "imagenet"]
+    return [*BUILT_IN, *CATALOGUE, "imagenet"]
 
 
 def load(
@@ -58,9 +58,9 @@ def load(
     >>> len(data.train), len(data.test), data.note
     (400, 1397, '400 training images of 1797, the rest test; 20% of the training labels replaced at random')
     """
-    if name == "digits":
+    if name in BUILT_IN:
         check_options(name, lambda: None, options)
-        data = digits(train_size=train_size, seed=seed)
+        data = BUILT_IN[name](train_size=train_size, seed=seed)
     else:
         data = raw(name, root, options)
         if train_size is not None:
@@ -71,7 +71,9 @@ def load(
         data = with_validation(data, validation, seed=seed)
     usual = FOLDER_AUGMENT if name.startswith("folder:") else AUGMENT.get(name, ())
     chosen = usual if augment is None else tuple(augment)
-    return replace(data, train=data.train.augmented(chosen)) if chosen or augment == () else data
+    if augment is None and not usual:
+        return data  # a Data of the user's may bring its own augmentations
+    return replace(data, train=data.train.augmented(chosen))
 
 
 def raw(name: str, root: Path | None, options: Mapping[str, Any]) -> Data:
@@ -104,6 +106,8 @@ def known_targets(data: Data, purpose: str) -> Tensor:
 def with_train_size(data: Data, size: int, *, seed: int) -> Data:
     """The data with a stratified subset of its training split."""
     targets = known_targets(data, "train_size")
+    if not 1 <= size <= len(targets):
+        raise ValueError(f"{data.name}: train_size must be 1 to {len(targets)}, got {size}.")
     chosen = stratified(targets, size, seed=seed)
     note = f"{size} training samples of {len(targets)}"
     return data.noted(note, train=data.train.subset(chosen))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from steppe.lab.data.augment import parse
 from steppe.lab.data.pipeline import Pipeline
-from steppe.lab.data.streams import mix
+from steppe.lab.data.workers import batch_tasks, run_tasks
 
 
 class Split(ABC):
@@ -39,6 +39,15 @@ class Split(ABC):
         """The same samples with these augmentations, in this order."""
 
     @abstractmethod
+    def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+        """A batch, augmented if there is a seed; where `slow_to_load`, a worker process does it."""
+
+    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
+        """What is left to do in the training process: nothing, unless a split says so."""
+        return batch
+
+    slow_to_load: ClassVar[bool] = True
+
     def batches(
         self,
         order: Sequence[Tensor],
@@ -51,8 +60,12 @@ class Split(ABC):
 
         Augmented when `augment_seed` is given, with randomness that is a pure function of
         (augment_seed, position in order): a run resumed at `start=k` sees the same bits. The
-        global random state is left alone. `workers` processes load where loading takes time.
+        global random state is left alone. `workers` processes load ahead where loading takes time.
         """
+        workers = workers if self.slow_to_load else 0
+        tasks = batch_tasks(order, augment_seed=augment_seed, start=start)
+        for (x, y), (_, seed) in zip(run_tasks(self, tasks, workers), tasks, strict=True):
+            yield self.finish(x, seed), y
 
 
 @dataclass(frozen=True)
@@ -85,10 +98,11 @@ class Data:
 class MemorySplit(Split):
     """Samples held in memory: images as bytes (N, C, H, W), or rows of numbers.
 
-    Whole batches are cut, augmented and normalised at once. `workers` is ignored: a batch takes
+    Whole batches are cut, augmented and normalised at once, in the training process: a batch takes
     less time here than its way between two processes.
     """
 
+    slow_to_load: ClassVar[bool] = False
     inputs: Tensor
     labels: Tensor
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -122,15 +136,5 @@ class MemorySplit(Split):
         augmentations = tuple(parse(name) for name in names)
         return replace(self, pipeline=replace(self.pipeline, augmentations=augmentations))
 
-    def batches(
-        self,
-        order: Sequence[Tensor],
-        *,
-        augment_seed: int | None,
-        start: int = 0,
-        workers: int = 0,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        for position in range(start, len(order)):
-            indices = order[position]
-            seed = None if augment_seed is None else mix(augment_seed, position)
-            yield self.pipeline(self.inputs.index_select(0, indices), seed), self.labels[indices]
+    def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+        return self.pipeline(self.inputs.index_select(0, indices), seed), self.labels[indices]

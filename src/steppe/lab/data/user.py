@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from steppe.lab.data.split import Data, MemorySplit, Split
-from steppe.lab.data.workers import isolated, load_batches
+from steppe.lab.data.workers import isolated
 
 Source = Any  # a Split, an (inputs, targets) pair of tensors or arrays, or a map-style dataset
 
@@ -55,18 +55,6 @@ class DatasetSplit(Split):
             samples = [self.dataset[k] for k in self.indices[indices].tolist()]
         x, y = default_collate([sample[:2] for sample in samples])
         return as_float32(x), as_float32(y if self.labels is None else self.labels[indices])
-
-    def batches(
-        self,
-        order: Sequence[Tensor],
-        *,
-        augment_seed: int | None,
-        start: int = 0,
-        workers: int = 0,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        loaded = load_batches(self, order, augment_seed=augment_seed, start=start, workers=workers)
-        for batch, _ in loaded:
-            yield batch
 
 
 def wrap(

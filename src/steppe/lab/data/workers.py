@@ -31,26 +31,27 @@ class _Tasks(Dataset[Any]):
         return self.source.load(*task)
 
 
-def load_batches(
-    source: BatchSource,
-    order: Sequence[Tensor],
-    *,
-    augment_seed: int | None,
-    start: int,
-    workers: int,
-) -> Iterator[tuple[Any, int | None]]:
-    """What `source.load` gives for each batch of `order[start:]`, and that batch's seed.
+def batch_tasks(order: Sequence[Tensor], *, augment_seed: int | None, start: int) -> list[Task]:
+    """The batches of `order[start:]`, each with its seed.
 
-    The seed depends on the batch's place in the order alone, so the number of workers and the
-    place where a resumed run starts change nothing.
+    The seed depends on the batch's place in the whole order alone, so neither the number of
+    workers nor the place where a resumed run starts changes anything.
     """
+    if start < 0:
+        raise ValueError(f"start must be at least 0, got {start}.")
+    return [
+        (order[place], None if augment_seed is None else mix(augment_seed, place))
+        for place in range(start, len(order))
+    ]
+
+
+def run_tasks(source: BatchSource, tasks: list[Task], workers: int) -> Iterator[Any]:
+    """What `source.load` gives for each task, in order, loaded here or ahead by processes."""
     if workers < 0:
         raise ValueError(f"workers must be at least 0, got {workers}.")
-    seeds = [
-        None if augment_seed is None else mix(augment_seed, position)
-        for position in range(start, len(order))
-    ]
-    tasks = list(zip(order[start:], seeds, strict=True))
+    if not workers:
+        yield from (source.load(*task) for task in tasks)
+        return
     loader = DataLoader(
         _Tasks(source),
         batch_size=None,
@@ -60,7 +61,7 @@ def load_batches(
     )
     iterator = iter(loader)
     try:
-        yield from zip(iterator, seeds, strict=True)
+        yield from iterator
     finally:
         # After an error in a worker the traceback keeps the iterator alive, and the collector
         # that ends it at last waits five seconds for workers that were never told to stop.

@@ -77,3 +77,32 @@ def test_wrong_settings_are_named():
         data.load("digits", train_size=5000)
     with pytest.raises(ValueError, match="leaves nothing to train on"):
         data.load("digits", validation=0.9999)
+
+
+def test_diabetes_is_a_regression_on_the_scale_of_its_training_half():
+    diabetes = data.load("diabetes")
+    assert (len(diabetes.train), len(diabetes.test)) == (221, 221)
+    assert (diabetes.task, diabetes.classes, diabetes.shape) == ("regression", None, (10,))
+    x, y = next(diabetes.train.batches([torch.arange(221)], augment_seed=0))
+    assert (x.dtype, y.dtype, y.shape) == (torch.float32, torch.float32, (221,))
+    torch.testing.assert_close(x.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    assert y.std() == pytest.approx(1, abs=1e-5)
+    # Least squares explains about half of the variance of patients it has not seen.
+    solution = torch.linalg.lstsq(x.double(), y.double()).solution
+    u, v = next(diabetes.test.batches([torch.arange(221)], augment_seed=None))
+    assert 0.35 < ((u.double() @ solution - v) ** 2).mean() < 0.75
+
+
+def test_diabetes_can_be_split_but_has_no_labels_to_replace():
+    assert len(data.load("diabetes", train_size=100, validation=0.2).validation) == 20
+    with pytest.raises(ValueError, match="label_noise replaces class labels; this is a regression"):
+        data.load("diabetes", label_noise=0.2)
+
+
+@pytest.mark.parametrize("name", ["digits", "diabetes"])
+def test_scikit_learn_is_asked_for_where_it_is_missing(monkeypatch, name):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r"pip install 'steppe\[lab\]'"):
+        data.load(name)

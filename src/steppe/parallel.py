@@ -1,0 +1,238 @@
+"""Parallel: where this process stands among others, and what they tell each other.
+
+The passes of a method that do not need each other are laid over the ranks: rows are passes, columns
+are data. Gradients are averaged by DDP or FSDP2 itself; a rank's gradient is multiplied by
+`passes * weight`, so that the average over all ranks is exactly the weighted sum. What is left to
+exchange is small: the norms that ARWP learns from, and BatchNorm's statistics.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from steppe.methods import Method
+from steppe.perturbations import ElementwiseGaussian
+from steppe.slots import is_sharded
+
+PassesOver = Literal["ranks", "microbatches"]
+Noise = Literal["rank", "shared"]
+AscentOf = Literal["rank", "global"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process among the replicas that share each step. By default it is alone."""
+
+    groups: tuple[Any, ...] = ()
+    """All-reduce over each in turn to reach every rank that brings data."""
+    rank: int = 0
+    size: int = 1
+    """The number of replicas whose gradients are averaged, and which of them this is."""
+    passes: int = 1
+    """How many passes are dealt over the ranks; 1: every rank runs all passes."""
+    noise: Noise = "rank"
+    ddp: DistributedDataParallel | None = None
+    ascent: AscentOf = "rank"
+    _old_groups: list[tuple[nn.SyncBatchNorm, Any]] = field(default_factory=list)
+
+    @property
+    def index(self) -> int | None:
+        """The one pass that this rank runs, if passes are laid over ranks. Rank 0 runs the first."""
+        return self.rank * self.passes // self.size if self.passes > 1 else None
+
+    @property
+    def replica(self) -> int:
+        """Ranks with different replicas draw different noise."""
+        return 0 if self.noise == "shared" else self.rank % (self.size // self.passes)
+
+    def scouting(self) -> AbstractContextManager[Any]:
+        """Around SAM's first pass: without communication, if each rank climbs by itself."""
+        if self.ddp is not None and self.ascent == "rank":
+            return self.ddp.no_sync()
+        return nullcontext()
+
+    def sum(self, *vectors: Tensor) -> list[Tensor]:
+        """The sums over all ranks of several vectors, in one message."""
+        if not self.groups:
+            return list(vectors)
+        sizes = [v.numel() for v in vectors]
+        message = torch.cat([v.flatten() for v in vectors])
+        for group in self.groups:
+            dist.all_reduce(message, group=group)
+        return [p.view(v.shape) for p, v in zip(message.split(sizes), vectors, strict=True)]
+
+    def narrow_sync_batchnorm(self, model: nn.Module) -> None:
+        """Let SyncBatchNorm share statistics among the ranks of one pass only."""
+        layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+        if not layers or self.index is None or self.ddp is None:
+            return
+        columns = self.size // self.passes
+        mine = range(self.index * columns, (self.index + 1) * columns)
+        ranks = [dist.get_global_rank(self.groups[0], r) for r in mine]
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        for layer in layers:
+            self._old_groups.append((layer, layer.process_group))
+            layer.process_group = group
+
+    def widen_sync_batchnorm(self) -> None:
+        while self._old_groups:
+            layer, group = self._old_groups.pop()
+            layer.process_group = group
+
+
+def find_ranks(
+    model: nn.Module,
+    method: Method,
+    *,
+    passes_over: PassesOver | None = None,
+    noise: Noise | None = None,
+    ascent: AscentOf | None = None,
+) -> Ranks:
+    """Look at how the model is wrapped, and lay the passes accordingly or say why not."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if passes_over == "ranks":
+            raise RuntimeError(
+                'passes_over="ranks" needs a process group: start with torchrun, call '
+                "torch.distributed.init_process_group() and wrap the model in DDP."
+            )
+        return Ranks()
+    sharded = [p for p in model.parameters() if is_sharded(p)]
+    if sharded:
+        return _over_mesh(sharded[0], method, passes_over, noise, ascent)
+    ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    if ddp is None:
+        return _unwrapped(passes_over)
+    return _over_ddp(ddp, method, passes_over, noise, ascent)
+
+
+def _unwrapped(passes_over: PassesOver | None) -> Ranks:
+    world = dist.get_world_size()
+    if world > 1 or passes_over == "ranks":
+        raise RuntimeError(
+            f"There are {world} ranks, but the model is not wrapped, so nothing averages its "
+            "gradients. Wrap it first: attach(DistributedDataParallel(model), ...), or "
+            "torch.distributed.fsdp.fully_shard(model)."
+        )
+    return Ranks()
+
+
+def _over_ddp(
+    ddp: DistributedDataParallel,
+    method: Method,
+    passes_over: PassesOver | None,
+    noise: Noise | None,
+    ascent: AscentOf | None,
+) -> Ranks:
+    group = ddp.process_group
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if method.in_sequence and ascent != "global" and ddp.static_graph:
+        raise RuntimeError(
+            f"{method.name}() climbs on each rank without communication (no_sync), which DDP's "
+            'static_graph does not allow on its first step. Use attach(..., ascent="global").'
+        )
+    passes = _passes_over_ranks(method, size, passes_over)
+    return Ranks((group,), rank, size, passes, noise or "rank", ddp, ascent or "rank")
+
+
+def _over_mesh(
+    param: Any,
+    method: Method,
+    passes_over: PassesOver | None,
+    noise: Noise | None,
+    ascent: AscentOf | None,
+) -> Ranks:
+    mesh, placements = param.device_mesh, param.placements
+    groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    if ascent == "rank" and method.in_sequence:
+        raise ValueError('Sharded parameters have one gradient for all ranks: use ascent="global".')
+    replicated = [dim for dim, placement in enumerate(placements) if not placement.is_shard()]
+    several = len(method.passes) > 1 and not method.in_sequence
+    if not replicated:
+        if several:
+            raise RuntimeError(
+                f"{method.name}() lays its {len(method.passes)} passes over replicas, and a 1-D FSDP "
+                "mesh has only one. Shard over a 2-D mesh, init_device_mesh(device, (2, shards), "
+                'mesh_dim_names=("replicate", "shard")), or use a method of one pass (arwp, rwp).'
+            )
+        if noise == "rank":
+            raise ValueError(
+                'noise="rank" would give the shards of one model different noise. Leave it out, or '
+                "use a 2-D mesh, whose replicas draw their own."
+            )
+        return Ranks(groups, noise="shared", ascent="global")
+    size, rank = mesh.size(replicated[0]), mesh.get_local_rank(replicated[0])
+    if several and passes_over == "microbatches":
+        raise RuntimeError(
+            f'{method.name}() on a mesh lays its passes over the replicas; passes_over="microbatches" '
+            "is not supported there."
+        )
+    passes = _passes_over_ranks(method, size, passes_over)
+    return Ranks(groups, rank, size, passes, noise or "rank", ascent="global")
+
+
+def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None) -> int:
+    count = len(method.passes)
+    if count == 1 or passes_over == "microbatches":
+        return 1
+    if method.in_sequence:
+        if passes_over == "ranks":
+            raise RuntimeError(
+                f"The passes of {method.name}() need each other's gradients and cannot run on "
+                "different ranks at once."
+            )
+        return 1
+    if method.same_batch:
+        raise RuntimeError(
+            f"{method.name}(same_batch=True) wants one batch in all passes, but every rank brings its "
+            'own. Use passes_over="microbatches" with perturber.backward(loss_of, batch).'
+        )
+    if any(isinstance(p.perturbation, ElementwiseGaussian) for p in method.passes):
+        raise RuntimeError(
+            f"{method.name}(elementwise=True) over ranks would exchange a history as large as the "
+            'model. Use the filter-wise form, or passes_over="microbatches".'
+        )
+    if size % count:
+        works = ", ".join(str(count * k) for k in range(1, 4))
+        raise RuntimeError(
+            f"{method.name}() lays {count} passes over the ranks, which {size} cannot be divided "
+            f'into; {works}, … ranks work. Or choose passes_over="microbatches".'
+        )
+    return count
+
+
+class Statistics:
+    """BatchNorm's buffers of the clean ranks, on their way to the perturbed ones."""
+
+    def __init__(self, model: nn.Module, method: Method, ranks: Ranks) -> None:
+        self.buffers: list[Tensor] = []
+        self._clean_ranks = 0
+        if ranks.index is None or not method.has_clean_pass:
+            return
+        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self.buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
+        self._mine = method.passes[ranks.index].perturbation is None
+        columns = ranks.size // ranks.passes
+        self._clean_ranks = columns * sum(p.perturbation is None for p in method.passes)
+
+    def pack(self, like: Tensor) -> Tensor:
+        if not self.buffers:
+            return like.new_zeros(0)
+        flat = torch.cat([b.detach().flatten().to(like) for b in self.buffers])
+        return flat / self._clean_ranks if self._mine else torch.zeros_like(flat)
+
+    def unpack(self, message: Tensor) -> None:
+        """Perturbed ranks take the mean of the clean ones; those keep their own."""
+        if not self.buffers or self._mine:
+            return
+        parts = message.split([b.numel() for b in self.buffers])
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            value = part.view(buffer.shape)
+            buffer.copy_(value if buffer.is_floating_point() else value.round())

@@ -1,0 +1,68 @@
+"""The package itself: what it imports, what it ships."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import steppe
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command, cwd=None):
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_core_imports_torch_alone():
+    code = (
+        "import sys, torch; before = set(sys.modules); import steppe; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new - {'steppe', 'torch'} - set(sys.stdlib_module_names)))"
+    )
+    assert run(sys.executable, "-c", code).strip() == "[]"
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in steppe.__all__:
+        assert getattr(steppe, name).__doc__ or name == "Schedule", name
+
+
+def test_doctests():
+    import doctest
+    import importlib
+
+    import torch
+    from torch import nn
+
+    names = {"torch": torch, "nn": nn, "rwp": steppe.rwp}
+    attempted = 0
+    for module in ("schedules", "methods", "attach", "batchnorm", "batches", "slots", "testing"):
+        result = doctest.testmod(
+            importlib.import_module(f"steppe.{module}"),
+            extraglobs=names,
+            optionflags=doctest.ELLIPSIS,
+        )
+        assert result.failed == 0, module
+        attempted += result.attempted
+    assert attempted > 10
+
+
+@pytest.mark.slow
+def test_the_wheel_builds_installs_and_imports(tmp_path):
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("steppe-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "steppe/py.typed" in names
+    assert not any(name.startswith(("tests", "examples")) for name in names)
+    run(sys.executable, "-m", "venv", "--system-site-packages", str(tmp_path / "venv"))
+    python = tmp_path / "venv" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run(sys.executable, "-c", "import torch; print(torch.__file__)").strip()).parents[1]
+    code = f"import sys; sys.path.append({str(site)!r}); import steppe; print(steppe.__file__)"
+    where = run(str(python), "-c", code, cwd=tmp_path)
+    assert str(tmp_path) in where

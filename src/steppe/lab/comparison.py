@@ -229,9 +229,9 @@ def _judged(rows: list[Row]) -> tuple[Row, ...]:
     judged = []
     for row, difference in zip(rows, [None, *differences], strict=True):
         times = [
-            a.seconds / b.seconds
+            a.cost_seconds / b.cost_seconds
             for a, b in zip(row.results, base.results, strict=True)
-            if a.status == b.status == "finished" and b.seconds > 0
+            if a.status == b.status == "finished" and b.cost_seconds > 0
         ]
         flops = row.results[0].flops * row.results[0].steps
         cost = {"flops": flops / max(1, base.results[0].flops * base.results[0].steps)}

@@ -28,6 +28,24 @@ TELL_EVERY = 0.1
 NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 
 
+class Clock:
+    """Time spent in training steps: on the wall, and of this process's processors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.wall = self.cpu = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.wall += time.perf_counter() - self._began[0]
+        self.cpu += time.process_time() - self._began[1]
+
+
 class Course:
     """A run under way: its trainer, the folder it writes to and who listens."""
 
@@ -38,7 +56,7 @@ class Course:
         self.data, self.task = problem.data, problem.task
         self.trainer = Trainer(config, problem, torch.device(config.device))
         self.name = f"{config.method} seed {config.seed}"
-        self.seconds = 0.0
+        self.clock = Clock(self.trainer.device)
         self.perturbation: list[Record] = []
         self.shown: tuple[tuple[str, float], ...] = ()
         self._told = 0.0
@@ -65,7 +83,8 @@ class Course:
             unit=self.task.unit,
             metrics=metrics,
             steps=self.trainer.steps,
-            seconds=self.seconds,
+            seconds=self.clock.wall,
+            cpu_seconds=self.clock.cpu,
             flops=flops,
             parameters=sum(p.numel() for p in self.trainer.model.parameters()),
             strength=parse(self.config.method).strength_for(self.trainer.model),
@@ -93,13 +112,13 @@ class Course:
     def _epoch(self, stop: StopSignal) -> None:
         """The rest of the current epoch, or of the training if that ends before."""
         trainer = self.trainer
-        began = time.perf_counter()
+        self.clock.start()
         for batches in trainer.batches():
             trainer.advance(batches)
             if stop.asked or self._due():
-                self.seconds += self._since(began)
+                self.clock.stop()
                 self._save()
-                began = time.perf_counter()
+                self.clock.start()
             if stop.asked and trainer.step < trainer.steps:
                 raise Interrupted(
                     trainer.step, trainer.steps, self.run.folder if self.run else None
@@ -108,7 +127,7 @@ class Course:
             if trainer.step >= trainer.steps:
                 break
         trainer.read_losses()
-        self.seconds += self._since(began)
+        self.clock.stop()
 
     def _record(self) -> Record:
         """The line of metrics.jsonl for the epoch that just ended."""
@@ -126,7 +145,7 @@ class Course:
                     metrics = self._evaluate(split)
                     record |= {f"{name}_{key}": value for key, value in metrics.items()}
             self.shown = ((self.task.metric, record[f"test_{self.task.metric}"]),)
-        record["seconds"] = round(self.seconds, 3)
+        record["seconds"] = round(self.clock.wall, 3)
         self._tell(force=True)
         return record
 
@@ -166,7 +185,7 @@ class Course:
         state = checkpoints.load_newest(self.run.checkpoints)
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
-            self.seconds = state["seconds"]
+            self.clock.wall, self.clock.cpu = state["seconds"]
             self.perturbation = state["perturbation"]
         self.run.rewind_metrics(self.trainer.step)
 
@@ -180,7 +199,7 @@ class Course:
             return
         state: dict[str, Any] = {
             "trainer": self.trainer.state_dict(),
-            "seconds": self.seconds,
+            "seconds": [self.clock.wall, self.clock.cpu],
             "perturbation": self.perturbation,
         }
         if self.trainer.is_finite():
@@ -217,11 +236,6 @@ class Course:
             trainer = self.trainer
             loss = trainer.last_loss if math.isfinite(trainer.last_loss) else None
             self.listener(Event(self.name, trainer.step, trainer.steps, loss, self.shown, done))
-
-    def _since(self, began: float) -> float:
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)
-        return time.perf_counter() - began
 
 
 def mean_record(records: list[Record]) -> dict[str, float]:

@@ -27,6 +27,8 @@ class Result:
     steps: int
     seconds: float
     """Time in training steps, without evaluation."""
+    cpu_seconds: float
+    """Processor time of the same."""
     flops: int
     """Per optimizer step, all passes."""
     parameters: int
@@ -39,6 +41,13 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     reused: bool = False
+
+    @property
+    def cost_seconds(self) -> float:
+        """Time as costs are compared by: on one CPU thread processor time, which other programs
+        on the machine do not stretch; else time on the wall."""
+        alone = self.config.device == "cpu" and self.config.threads == 1
+        return self.cpu_seconds if alone else self.seconds
 
     def score(self, split: str = "test") -> float:
         """The deciding metric on a split."""

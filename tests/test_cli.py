@@ -65,7 +65,7 @@ def test_train_from_recipe_options_and_settings(capsys):
     shown, _ = steppe_says(capsys, "runs", "show", name)
     assert "torch" in shown
     header = steppe_says(capsys, "runs", "show", name, "--csv")[0].splitlines()[0]
-    assert header.startswith("epoch,step,lr,train_loss")
+    assert header.startswith("epoch,step,lr,loss")
     steppe_says(capsys, "runs", "remove", name)
     assert "No runs" in steppe_says(capsys, "runs")[0]
 
@@ -145,7 +145,7 @@ MISTAKES = [
     ),
     (["train", "digits", "--set", "epochz=3"], "Did you mean epochs?"),
     (["train", "digits", "--set", "epochs"], "NAME=VALUE"),
-    (["train", "--data", "digts"], "Did you mean digits?"),
+    (["train", "--data", "digts"], "Did you mean digits"),
     (["train", "--data", "cifar10", "--root", "nowhere"], "steppe data fetch cifar10"),
     (["train", "--model", "resnt18"], "Did you mean resnet18"),
     (["train", "--model", "nomodule:f"], "nomodule"),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,47 @@ def test_recomputed_norm_statistics_are_measured_beside_and_not_kept(tmp_path):
     assert both.metrics["test"] == plain.metrics["test"]
     assert both.metrics["test_recomputed"] != plain.metrics["test"]
     assert same(weights(plain.folder), weights(both.folder))
+
+
+def test_the_training_loss_at_the_true_weights_can_be_followed(tmp_path):
+    result = train(TINY.replace(track_train=True), store=tmp_path, progress=False)
+    last = Store(tmp_path).get(result.folder.name).metrics[-1]
+    assert last["train_loss"] == result.metrics["train"]["loss"]
+    assert last["test_accuracy"] == result.score()
+    assert last["loss"] != last["train_loss"]  # of the batches, while the weights moved
+
+
+def test_other_initial_weights_are_another_run(tmp_path):
+    state = torch.load(train(TINY, store=tmp_path, progress=False).folder / "model.pt")
+    config = TINY.replace(init=str(tmp_path / "init.pt"), steps=1)
+    folders = set()
+    for factor in (1.0, 0.5):
+        torch.save({name: factor * value for name, value in state.items()}, tmp_path / "init.pt")
+        folders.add(train(config, store=tmp_path / "tuned", progress=False).folder)
+    assert len(folders) == 2
+
+
+def test_tensorboard_hears_of_every_epoch(tmp_path, monkeypatch):
+    heard = []
+
+    class Writer:
+        def __init__(self, folder):
+            heard.append(folder)
+
+        def add_scalar(self, name, value, step):
+            heard.append((name, step))
+
+        def close(self):
+            heard.append("closed")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    result = train(TINY, store=tmp_path, progress=False)
+    assert heard[0] == str(result.folder / "tensorboard")
+    assert [step for name, step in heard[1:-1] if name == "test_accuracy"] == [4, 8, 12]
+    assert heard[-1] == "closed"
 
 
 def test_what_the_perturbation_did_is_recorded(tmp_path):

@@ -33,6 +33,7 @@ logger = logging.getLogger("steppe")
 
 Shape = Literal["text", "markdown", "csv", "json"]
 Quiet = Annotated[bool, tyro.conf.arg(aliases=["-q"])]
+SUFFIXES: dict[str, Shape] = {".md": "markdown", ".csv": "csv", ".json": "json", ".txt": "text"}
 Several = UseAppendAction[tuple[str, ...]]
 
 
@@ -79,6 +80,46 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Running:
+    """How many runs are trained and shown."""
+
+    jobs: int = 0
+    """Runs side by side; 0: as many as there are cores for."""
+    format: Shape = "text"
+    """How the table is written."""
+    out: UseAppendAction[tuple[Path, ...]] = ()
+    """Also write the table to this file: .md, .csv, .json or .txt. May be repeated."""
+    store: Path = DEFAULT_STORE
+    """The folder of runs."""
+    quiet: Quiet = False
+    """Only the table."""
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """What `compare` and `sweep` want to know of this."""
+        cores = 1 if config.device.startswith("cuda") else os.cpu_count() or 1
+        return {
+            "store": self.store,
+            "jobs": self.jobs or max(1, cores // (config.threads or 1)),
+            "progress": False if self.quiet else None,
+        }
+
+    def check(self) -> None:
+        """Before hours of training, not after them."""
+        for file in self.out:
+            if file.suffix not in SUFFIXES:
+                raise LabError(f"--out {file}: the name must end in {', '.join(SUFFIXES)}.")
+
+    def deliver(self, result: Comparison | Sweep) -> None:
+        """The table to standard output, and to files in the form that their names say."""
+        _write(_rendered(result, self.format, to_terminal=True))
+        for file in self.out:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = _rendered(result, SUFFIXES[file.suffix])
+            file.write_text(text + "\n", encoding="utf-8")
+            logger.info("written to %s", file)
+
+
+@dataclass(frozen=True)
 class Compare:
     """Train several methods on several seeds and say which differ.
 
@@ -102,20 +143,11 @@ class Compare:
     tuning: Tune = field(default_factory=Tune)
     like: Path | None = None
     """Take the methods and their strengths from an earlier comparison (its --out FILE.json)."""
-    jobs: int = 0
-    """Runs side by side; 0: as many as there are cores for."""
-    format: Shape = "text"
-    """How the table is written."""
-    out: UseAppendAction[tuple[Path, ...]] = ()
-    """Also write the table to this file: .md, .csv, .json or .txt. May be repeated."""
-    store: Path = DEFAULT_STORE
-    """The folder of runs."""
-    quiet: Quiet = False
-    """Only the table."""
+    running: OmitArgPrefixes[Running] = field(default_factory=Running)
     settings: OmitArgPrefixes[Config] = field(default_factory=Config)
 
     def run(self) -> None:
-        _check_names(self.out)
+        self.running.check()
         methods = [self._spec(text) for text in self.methods or PAPER]
         if self.like is not None:
             methods = [*methods_of(self.like), *map(self._spec, self.methods)]
@@ -124,11 +156,9 @@ class Compare:
             seeds=self.seeds,
             config=self.settings,
             tune=self.tuning if self.tune else False,
-            store=self.store,
-            jobs=_jobs(self.jobs, self.settings),
-            progress=False if self.quiet else None,
+            **self.running.arguments(self.settings),
         )
-        _deliver(result, self.format, self.out)
+        self.running.deliver(result)
 
     def _spec(self, text: str) -> str:
         """The method with the recipe's options for it; options of its own go first."""
@@ -171,20 +201,11 @@ class SweepGrid:
     """NAME=VALUE: any setting. May be repeated."""
     seeds: int = 1
     """How many seeds."""
-    jobs: int = 0
-    """Runs side by side; 0: as many as there are cores for."""
-    format: Shape = "text"
-    """How the table is written."""
-    out: UseAppendAction[tuple[Path, ...]] = ()
-    """Also write the table to this file: .md, .csv, .json or .txt. May be repeated."""
-    store: Path = DEFAULT_STORE
-    """The folder of runs."""
-    quiet: Quiet = False
-    """Only the table."""
+    running: OmitArgPrefixes[Running] = field(default_factory=Running)
     settings: OmitArgPrefixes[Config] = field(default_factory=Config)
 
     def run(self) -> None:
-        _check_names(self.out)
+        self.running.check()
         if not self.over and self.search is None:
             names = ", ".join(SEARCHES)
             raise LabError(f"say what to vary: --over lr=.01,.1 or --search one of {names}.")
@@ -193,11 +214,9 @@ class SweepGrid:
             self.settings,
             {**named, **parse_grid(self.over)},
             self.seeds,
-            store=self.store,
-            jobs=_jobs(self.jobs, self.settings),
-            progress=False if self.quiet else None,
+            **self.running.arguments(self.settings),
         )
-        _deliver(result, self.format, self.out)
+        self.running.deliver(result)
 
 
 COMMANDS: dict[str, type[Command]] = {
@@ -250,38 +269,10 @@ def starting_point(command: Any, *, method_given: bool) -> Config:
     return Config(method=method) if name is None else recipe(name, method)
 
 
-def _jobs(asked: int, config: Config) -> int:
-    if asked > 0:
-        return asked
-    if config.device.startswith("cuda"):
-        return 1
-    return max(1, (os.cpu_count() or 1) // (config.threads or 1))
-
-
-def _deliver(result: Comparison | Sweep, shape: Shape, files: tuple[Path, ...]) -> None:
-    """The table to standard output, and to files in the form that their names say."""
-    if shape == "text":
-        _write(wrapped(result.table()))
-    else:
-        _write(_rendered(result, shape))
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_rendered(result, SUFFIXES[file.suffix]) + "\n", encoding="utf-8")
-        logger.info("written to %s", file)
-
-
-SUFFIXES: dict[str, Shape] = {".md": "markdown", ".csv": "csv", ".json": "json", ".txt": "text"}
-
-
-def _check_names(files: tuple[Path, ...]) -> None:
-    """Before hours of training, not after them."""
-    for file in files:
-        if file.suffix not in SUFFIXES:
-            raise LabError(f"--out {file}: the name must end in {', '.join(SUFFIXES)}.")
-
-
-def _rendered(result: Comparison | Sweep, shape: Shape) -> str:
-    return json.dumps(result.to_dict(), indent=2) if shape == "json" else result.table(shape)
+def _rendered(result: Comparison | Sweep, shape: Shape, *, to_terminal: bool = False) -> str:
+    if shape == "json":
+        return json.dumps(result.to_dict(), indent=2)
+    return wrapped(result.table(shape)) if to_terminal and shape == "text" else result.table(shape)
 
 
 def _write(text: str) -> None:

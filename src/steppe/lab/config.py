@@ -87,6 +87,8 @@ class Config:
     """Evaluate on the test data every so many epochs; 0: only at the end."""
     eval_train: int = 10_000
     """Training samples for the training metrics at the end, un-augmented."""
+    track_train: bool = False
+    """Evaluate them at every evaluation: the training loss at the true weights over time."""
     recompute_norm: bool = False
     """Also evaluate with BatchNorm statistics recomputed at the final weights."""
     checkpoint_minutes: float = 5.0
@@ -106,7 +108,7 @@ class Config:
     recipe: Annotated[str, Suppress] = ""
     """The recipe this came from."""
     code: Annotated[str, Suppress] = ""
-    """Fingerprint of the user's own code, where the run uses any."""
+    """Fingerprint of the user's own code, data and initial weights, where the run uses any."""
 
     def __post_init__(self) -> None:
         for name in FLOATS:  # 30 and 30.0 are one config
@@ -156,7 +158,8 @@ class Config:
 OUTSIDE = {"root", "keep", "checkpoint_minutes", "workers", "recipe"}
 """Fields that leave the trained weights and their metrics unchanged."""
 
-MACHINE = {"device", "threads", "channels_last", "eval_every", "eval_train", "recompute_norm"}
+RECORDED = {"eval_every", "eval_train", "track_train", "recompute_norm"}
+MACHINE = {"device", "threads", "channels_last"} | RECORDED
 """Fields that leave the experiment the same, but not its last bits or what is recorded."""
 
 FLOATS = (

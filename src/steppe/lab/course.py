@@ -135,13 +135,12 @@ class Course:
         epoch = math.ceil(trainer.step / trainer.per_epoch)
         lr = trainer.lr(trainer.step - 1)
         record: Record = {"epoch": epoch, "step": trainer.step, "lr": lr}
-        record["train_loss"] = trainer.mean_loss()
+        record["loss"] = trainer.mean_loss()
         self.perturbation.append(trainer.perturbation())
         record |= {f"perturb_{name}": value for name, value in self.perturbation[-1].items()}
         if every and (epoch % every == 0 or trainer.step >= trainer.steps):
-            splits = [("test", self.data.test), ("validation", self.data.validation)]
-            for name, split in splits:
-                if split is not None:
+            for name, split in self._splits().items():
+                if name != "train" or self.config.track_train:
                     metrics = self._evaluate(split)
                     record |= {f"{name}_{key}": value for key, value in metrics.items()}
             self.shown = ((self.task.metric, record[f"test_{self.task.metric}"]),)
@@ -151,9 +150,7 @@ class Course:
 
     def _final_metrics(self) -> dict[str, dict[str, float]]:
         """Metrics of the final model; with recomputed BatchNorm statistics too if asked for."""
-        splits: dict[str, Split] = {"train": self.data.train, "test": self.data.test}
-        if self.data.validation is not None:
-            splits["validation"] = self.data.validation
+        splits = self._splits()
         found = {name: self._evaluate(split) for name, split in splits.items()}
         model = self.trainer.model
         if self.config.recompute_norm and any(isinstance(m, NORMS) for m in model.modules()):
@@ -165,6 +162,12 @@ class Course:
             found |= {f"{name}_recomputed": self._evaluate(split) for name, split in splits.items()}
             model.load_state_dict(kept)
         return found
+
+    def _splits(self) -> dict[str, Split]:
+        splits = {"train": self.data.train, "test": self.data.test}
+        if self.data.validation is not None:
+            splits["validation"] = self.data.validation
+        return splits
 
     def _evaluate(self, split: Split) -> dict[str, float]:
         limit = self.config.eval_train if split is self.data.train else None

@@ -35,6 +35,17 @@ def data_fingerprint(data: Data) -> str:
     return digest.hexdigest()[:12]
 
 
+def file_fingerprint(file: Path) -> str:
+    """A digest of a file's content; empty where there is none (loading it will say so)."""
+    if not file.is_file():
+        return ""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()[:12]
+
+
 def _source(item: object) -> str:
     named = inspect.isfunction(item) or inspect.isclass(item) or inspect.ismethod(item)
     target: Any = item if named else type(item)

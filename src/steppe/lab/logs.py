@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
 from steppe.lab.runs import Record, Run
+
+logger = logging.getLogger("steppe")
 
 
 class MetricLog(AbstractContextManager["MetricLog"]):
@@ -16,9 +19,7 @@ class MetricLog(AbstractContextManager["MetricLog"]):
         self.run = run
         self.board: Any = None
         if run is not None and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(run.folder / "tensorboard"))
+            self.board = _board(run)
 
     def __call__(self, record: Record) -> None:
         if self.run is not None:
@@ -31,3 +32,12 @@ class MetricLog(AbstractContextManager["MetricLog"]):
     def __exit__(self, *_: object) -> None:
         if self.board is not None:
             self.board.close()
+
+
+def _board(run: Run) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        logger.warning("tensorboard is installed but does not import (%s): no log for it", error)
+        return None
+    return SummaryWriter(str(run.folder / "tensorboard"))

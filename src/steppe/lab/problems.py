@@ -15,7 +15,7 @@ from steppe.lab.config import Config
 from steppe.lab.data import Data
 from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
 from steppe.lab.errors import LabError, explained
-from steppe.lab.fingerprints import data_fingerprint, source_fingerprint
+from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
 from steppe.lab.naming import user_function
 from steppe.lab.pretrained import load_weights
 from steppe.lab.tasks import Task
@@ -47,7 +47,7 @@ class Problem:
 
 
 def named(config: Config, sources: Sources) -> Config:
-    """The config with names for the objects given, and the fingerprint of all code of the user's."""
+    """The config with names for the objects given, and a fingerprint of what no name pins down."""
     changes: dict[str, str] = {}
     code: list[object] = []
     if sources.model is not None:
@@ -65,6 +65,8 @@ def named(config: Config, sources: Sources) -> Config:
     fingerprint = source_fingerprint(*code) if code else ""
     if isinstance(sources.data, Data):
         fingerprint += data_fingerprint(sources.data)
+    if config.init is not None:
+        fingerprint += file_fingerprint(Path(config.init))
     return config.replace(**changes, code=fingerprint)
 
 

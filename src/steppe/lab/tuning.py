@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from steppe.lab.config import Config
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import Sources, load_problem
@@ -64,8 +66,11 @@ def tune_all(
     progress: bool | None = None,
 ) -> list[Choice]:
     """The choice for each spec; test data plays no part."""
-    config = config.replace(validation=how.validation, eval_every=0, recompute_norm=False)
-    model = load_problem(config, sources).model
+    config = config.replace(
+        validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = load_problem(config, sources).model
     knobs = [_knob(spec, spec.strength_for(model), config, how) for spec in specs]
     grids: list[tuple[float, ...]] = [
         () if knob is None else tuple(_round(knob[1] * factor) for factor in how.factors)

@@ -35,7 +35,7 @@ def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
         "batches": published.BATCHES,
     }[name]
     titles = {
-        "cifar": "Tables 2: test accuracy on CIFAR-10 and CIFAR-100, %",
+        "cifar": "Table 2: test accuracy on CIFAR-10 and CIFAR-100, %",
         "imagenet": "Table 3: top-1 accuracy on ImageNet, %",
         "batches": "Same or different batches for the two gradients, CIFAR-100, ResNet-18, %",
     }

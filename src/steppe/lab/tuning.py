@@ -22,18 +22,18 @@ FIRST_SEED = 10_000
 
 @dataclass(frozen=True)
 class Tune:
-    """How strengths are chosen: a log-spaced grid around each method's strength.
-
-    The best mean over `seeds` runs on the validation split wins, the smaller strength in a tie.
-    A winner at the grid's edge extends it once, by two values. With `baseline`, plain training
-    is tuned over weight decays in the same way.
-    """
+    """How strengths are chosen: by the best mean on a validation split, the smaller in a tie."""
 
     factors: tuple[float, ...] = FACTORS
+    """The grid: multiples of each method's own strength."""
     seeds: int = 2
+    """Runs per value, with seeds that are not reported."""
     validation: float = 0.2
+    """The part of the training data that is held out for choosing; wrong labels stay in it."""
     extend: bool = True
+    """Where the best value is at the grid's edge, try two more beyond it, once."""
     baseline: bool = False
+    """Tune plain training too, over weight decays."""
 
 
 @dataclass(frozen=True)

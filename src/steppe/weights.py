@@ -47,9 +47,12 @@ class Weights:
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = self.slots[0].param.device if self.slots else torch.device("cpu")
         self.sizes = self._repeat([s.param.numel() // s.filter_count for s in self.slots])
+        self._known_norms = torch.full_like(self.sizes, torch.nan)
         self._backup: dict[Slot, Tensor] = {}
         self.moved: list[Slot] = []
         """The parameters that are away from their true values, in the order of `slots`."""
+        if self.shards.several:
+            self.filter_norms()
 
     # ------------------------------------------------------------------ what there is
 
@@ -60,6 +63,8 @@ class Weights:
     def filter_norms(self, tensors: Sequence[Tensor | None] | None = None) -> Tensor:
         """‖·‖ of each filter of the weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None:
+            if self.shards.several:
+                return self._sharded_norms()
             tensors = [slot.param.detach() if slot.active else None for slot in self.slots]
         norms = [None if t is None else filter_norms(local(t), self.dtype) for t in tensors]
         if not self.shards.several:
@@ -69,6 +74,13 @@ class Weights:
             if norm is not None and self.shards.counts(slot.param):
                 squares[slot.my_filters] += norm.to(self.device).square()
         return self.shards.sum_(squares).sqrt_()
+
+    def _sharded_norms(self) -> Tensor:
+        """Norms of sharded weights; those of the last pass if somebody only looks."""
+        if not self.shards.silent:
+            weights = [slot.param.detach() if slot.active else None for slot in self.slots]
+            self._known_norms = self.filter_norms(weights)
+        return self._known_norms
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""

@@ -115,12 +115,9 @@ def _tangent(replica: Replica, x: Tensor, y: Tensor, vector: Sequence[Tensor]) -
     names, params = replica.problem.names, replica.params
     with forward_ad.dual_level():
         pairs = zip(names, params, vector, strict=True)
-        duals = {
-            name: forward_ad.make_dual(p, v)  # type: ignore[no-untyped-call]
-            for name, p, v in pairs
-        }
+        duals = {name: forward_ad.make_dual(p, v) for name, p, v in pairs}
         moved = torch.func.functional_call(replica.model, duals, (x,))
-        output, tangent = forward_ad.unpack_dual(moved)  # type: ignore[no-untyped-call]
+        output, tangent = forward_ad.unpack_dual(moved)
         if tangent is None:
             return [torch.zeros_like(p) for p in params]
     # The loss itself by double backward: forward derivatives of torch's cross-entropy cannot be

@@ -91,7 +91,7 @@ def perturbation_curve(
     settings |= {"scale": scale, "steps": steps, "seed": seed, "origin": problem.describe()}
     store = Checkpoint(checkpoint, {"analysis": "radius", "radii": lengths, **settings})
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
-    bar = Progress("radius", len(lengths) * _passes(kinds, count, steps), progress)
+    bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
         scan = _Scan(replica, Hessian(replica), lengths, base, steps, bar, len(blocks))
@@ -171,7 +171,7 @@ def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[l
     return [unit([z * n for z, n in zip(draw, norms, strict=True)]) for draw in draws]
 
 
-def _passes(kinds: Sequence[str], count: int, steps: int) -> int:
+def passes(kinds: Sequence[str], count: int, steps: int) -> int:
     """What one radius costs in forwards over all samples; a gradient counts as three."""
     cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
     return sum(cost[kind] for kind in kinds)

@@ -27,6 +27,8 @@ from steppe.lab.sweeps import SEARCHES, Sweep, parse_grid, search, sweep
 from steppe.lab.tables import wrapped
 from steppe.lab.training import train
 from steppe.lab.tuning import Tune
+from steppe.report.analyze import Analyze
+from steppe.report.commands import Report
 
 __all__ = ["COMMANDS", "Stopped", "parse"]
 logger = logging.getLogger("steppe")
@@ -227,6 +229,8 @@ COMMANDS: dict[str, type[Command]] = {
     "runs": Runs,
     "table": PaperTable,
     "data": DataSets,
+    "analyze": Analyze,
+    "report": Report,
 }
 
 

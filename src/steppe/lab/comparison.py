@@ -195,7 +195,7 @@ def compare(
         )
         for i, choice in enumerate(chosen)
     ]
-    return Comparison(config, numbers, _judged(rows))
+    return Comparison(config, numbers, judged(rows))
 
 
 def _with_names(
@@ -218,7 +218,7 @@ def _baseline_first(specs: list[Spec]) -> list[Spec]:
     return [plain, *(spec for spec in unique if spec is not plain)]
 
 
-def _judged(rows: list[Row]) -> tuple[Row, ...]:
+def judged(rows: list[Row]) -> tuple[Row, ...]:
     """The rows with differences to the first, corrected over all of them, and costs."""
     base = rows[0]
     together = Comparison(Config(), (), tuple(rows))

@@ -1,0 +1,308 @@
+"""`steppe analyze`: look at the minima that stored runs have found."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
+
+from steppe import analysis
+from steppe.analysis import Cost, Problem, Result, estimate
+from steppe.analysis.problem import BatchNormMode
+from steppe.analysis.radius import passes
+from steppe.lab.errors import LabError, explained
+from steppe.lab.runs import DEFAULT_STORE, Run
+from steppe.report.analyses import is_stored, perform, problem_of
+from steppe.report.subjects import find_comparison, find_runs
+
+logger = logging.getLogger("steppe")
+
+RADII = tuple(float(f"{0.02 * 500 ** (i / 11):.3g}") for i in range(12))
+"""From 0.02 to 10, evenly on a logarithmic scale."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """What every analysis is told."""
+
+    samples: int = 1024
+    """So many samples of the data, without augmentation, the same for every run."""
+    split: Literal["train", "test"] = "train"
+    """Which data."""
+    bn: BatchNormMode = "eval"
+    """BatchNorm statistics: stored ones, those of each batch, or recomputed wherever the weights are."""
+    seeds: int = 1
+    """Of a comparison: look at so many runs of each method."""
+    again: bool = False
+    """Do it again even if it is stored."""
+    store: Path = DEFAULT_STORE
+    """The folder of runs."""
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
+    """Only mistakes and warnings."""
+
+
+@dataclass(frozen=True)
+class Analysis(ABC):
+    runs: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Runs: names, folders, patterns with *, or a comparison's FILE.json."""
+    common: OmitArgPrefixes[Common] = field(default_factory=Common)
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+        """The analysis itself."""
+
+    @abstractmethod
+    def cost(self, problem: Problem) -> Cost:
+        """What it will take."""
+
+    @property
+    def stem(self) -> str:
+        """The name of its file."""
+        return self.name
+
+    def request(self) -> dict[str, Any]:
+        """All that decides the outcome."""
+        own = {name: value for name, value in asdict(self).items() if name not in ("runs", "common")}
+        common = asdict(self.common)
+        return {"analysis": self.name, **own, **{n: common[n] for n in ("samples", "split", "bn")}}
+
+    def run(self) -> None:
+        """Analyse all runs that do not have this result yet."""
+        subjects = self._subjects()
+        todo = [
+            run
+            for run in subjects
+            if self.common.again or not is_stored(run, self.stem, self.request())
+        ]
+        if len(todo) < len(subjects):
+            logger.info("%d of %d are stored already", len(subjects) - len(todo), len(subjects))
+        for number, run in enumerate(todo):
+            problem = problem_of(run, self.common.samples, self.common.split, self.common.bn)
+            if number == 0:
+                self._announce(problem, len(todo))
+            stored = perform(
+                run,
+                self.stem,
+                self.request(),
+                lambda file, problem=problem: self.measure(  # type: ignore[misc]
+                    problem, file, False if self.common.quiet else None
+                ),
+            )
+            logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
+        folders = {str(run.folder.parent) for run in subjects}
+        logger.info("kept in %s/RUN/analysis/%s.npz", ", ".join(sorted(folders)), self.stem)
+
+    def _announce(self, problem: Problem, count: int) -> None:
+        if self.common.quiet:
+            return
+        with explained(self.name):
+            one = self.cost(problem)
+        whole = Cost(one.flops * count, one.seconds * count)
+        runs = f"{count} runs" if count > 1 else "1 run"
+        size = f"{problem.samples} samples, {problem.size} weights"
+        logger.info("%s of %s (%s): %s", self.name, runs, size, whole)
+
+    def _subjects(self) -> list[Run]:
+        """The runs named; of a comparison, the first `seeds` of each method."""
+        if not self.runs:
+            raise LabError(f"say which runs: steppe analyze {self.name} RUN; `steppe runs` lists them.")
+        found: dict[Path, Run] = {}
+        for name in self.runs:
+            if name.endswith(".json"):
+                chosen = _of_comparison(name, self.common.store, self.common.seeds)
+            else:
+                chosen = find_runs(name, self.common.store)
+            found.update({run.folder: run for run in chosen})
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class LandscapeOf(Analysis):
+    """Loss and accuracy over a plane of weights, along two random filter-normalised directions."""
+
+    n: int = 51
+    """Points along each direction; the paper's grid has 50."""
+    span: float = 1.0
+    """How far to go along each direction."""
+    directions: tuple[int, int] = (0, 1)
+    """Seeds of the two directions."""
+    name: ClassVar[str] = "landscape"
+
+    def cost(self, problem: Problem) -> Cost:
+        return estimate(problem, forwards=self.n**2)
+
+    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+        return analysis.landscape(
+            problem, self.n, self.span, self.directions, checkpoint=checkpoint, progress=progress
+        )
+
+
+@dataclass(frozen=True)
+class SpectrumOf(Analysis):
+    """The density of the Hessian's eigenvalues, by stochastic Lanczos quadrature."""
+
+    steps: int = 50
+    """Lanczos steps for each probe."""
+    probes: int = 2
+    """Random starting vectors."""
+    seed: int = 0
+    """Of the probes."""
+    name: ClassVar[str] = "spectrum"
+
+    def cost(self, problem: Problem) -> Cost:
+        return estimate(problem, products=min(self.steps, problem.size) * self.probes)
+
+    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+        return analysis.spectrum(
+            problem,
+            self.steps,
+            self.probes,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True)
+class RadiusOf(Analysis):
+    """Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
+
+    radii: tuple[float, ...] = RADII
+    """Norms of the perturbation."""
+    kinds: tuple[Literal["random", "sam", "pgd"], ...] = ("random", "sam", "pgd")
+    """Random, one step up the gradient of each batch, several steps."""
+    batch: int = 256
+    """Samples that give an adversarial direction; decides how far apart the curves lie."""
+    directions: int = 16
+    """Random directions, each taken both ways."""
+    scale: Literal["isotropic", "filter"] = "isotropic"
+    """Random directions alike in all weights, or in proportion to each filter's norm."""
+    steps: int = 10
+    """Steps of ascent of pgd."""
+    seed: int = 0
+    """Of the random directions."""
+    name: ClassVar[str] = "radius"
+
+    def cost(self, problem: Problem) -> Cost:
+        each = passes(self.kinds, min(self.directions, problem.size), self.steps)
+        return estimate(problem, forwards=max(1, each * len(self.radii)))
+
+    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+        return analysis.perturbation_curve(
+            problem,
+            self.radii,
+            self.kinds,
+            self.batch,
+            directions=self.directions,
+            scale=self.scale,
+            steps=self.steps,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True)
+class SharpnessOf(Analysis):
+    """m-sharpness: how much the loss rises within a radius, at worst or on average."""
+
+    rho: float = 0.05
+    """The radius."""
+    case: Literal["worst", "average"] = "worst"
+    """The largest rise, or the mean one."""
+    m: int = 128
+    """Samples that share one perturbation."""
+    adaptive: bool = False
+    """Measure the radius in units of |w| (ASAM)."""
+    draws: int = 16
+    """Random perturbations of the average case."""
+    steps: int = 10
+    """Steps of ascent of the worst case."""
+    seed: int = 0
+    """Of the random perturbations."""
+    name: ClassVar[str] = "sharpness"
+
+    @property
+    def stem(self) -> str:
+        return f"sharpness-{self.case}{'-adaptive' if self.adaptive else ''}"
+
+    def cost(self, problem: Problem) -> Cost:
+        forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
+        return estimate(problem, forwards=forwards)
+
+    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+        return analysis.sharpness(
+            problem,
+            self.rho,
+            self.case,
+            self.m,
+            adaptive=self.adaptive,
+            draws=self.draws,
+            steps=self.steps,
+            seed=self.seed,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True)
+class Analyze:
+    """Measure landscape, spectrum, radius curve or sharpness of finished runs.
+
+    Example: steppe analyze landscape digits-arwp-seed0; steppe analyze spectrum FILE.json
+    """
+
+    what: OmitSubcommandPrefixes[
+        OmitArgPrefixes[
+            Annotated[LandscapeOf, tyro.conf.subcommand("landscape")]
+            | Annotated[SpectrumOf, tyro.conf.subcommand("spectrum")]
+            | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
+            | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
+        ]
+    ]
+
+    def run(self) -> None:
+        self.what.run()
+
+
+def described(result: Result) -> str:
+    """The outcome in a few words."""
+    match result:
+        case analysis.Landscape():
+            finite = result.loss[result.loss.isfinite()]
+            top = float(finite.max()) if len(finite) else math.nan
+            holes = f", {result.holes} not finite" if result.holes else ""
+            return f"loss {result.centre:.4g} at the centre, up to {top:.4g}{holes}"
+        case analysis.Spectrum():
+            return (
+                f"largest eigenvalue {result.largest:.4g} ± {result.largest_residual:.1g}, "
+                f"trace {result.trace:.4g} ± {result.trace_error:.1g}"
+            )
+        case analysis.RadiusCurve():
+            last = ", ".join(
+                f"{kind} {loss:.4g}"
+                for kind, loss in zip(result.kinds, result.loss[:, -1].tolist(), strict=True)
+            )
+            return f"loss {result.base:.4g}; at radius {float(result.radii[-1]):g}: {last}"
+        case analysis.Sharpness():
+            return f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
+    return type(result).__name__
+
+
+def _of_comparison(name: str, store: Path, seeds: int) -> list[Run]:
+    chosen = []
+    for row in find_comparison([name], store).rows:
+        folders = [result.folder for result in row.finished[:seeds]]
+        if None in folders:
+            raise LabError(f"the runs of {name} are not in {store}: give their folder, --store FOLDER.")
+        chosen += [Run(folder) for folder in folders if folder is not None]
+    return chosen
+
+

@@ -1,0 +1,60 @@
+"""What a report shows: a comparison, the epochs of its runs and their stored analyses."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from steppe.analysis import Result
+from steppe.lab.comparison import Comparison, Row
+from steppe.lab.runs import DEFAULT_STORE, Run
+from steppe.report.analyses import Stored, load
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A comparison, the names it was asked for by, and the store behind it."""
+
+    comparison: Comparison
+    names: Sequence[str] = ()
+    store: Path = DEFAULT_STORE
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.comparison.rows
+
+    def stored(self, name: str) -> dict[int, Stored]:
+        """An analysis by the number of its row: of each row the first run that has it."""
+        found: dict[int, Stored] = {}
+        for index, row in enumerate(self.rows):
+            for result in row.finished:
+                analysis = load(Run(result.folder), name) if result.folder else None
+                if analysis is not None:
+                    found[index] = analysis
+                    break
+        return found
+
+    @cached_property
+    def analyses(self) -> dict[str, dict[int, Stored]]:
+        """All stored analyses by name and row."""
+        names = ("landscape", "spectrum", "radius")
+        cases = ("worst", "average", "worst-adaptive", "average-adaptive")
+        found = {name: self.stored(name) for name in (*names, *(f"sharpness-{c}" for c in cases))}
+        return {name: rows for name, rows in found.items() if rows}
+
+    def results(self, name: str) -> dict[int, Result]:
+        """The results of an analysis by row."""
+        return {row: stored.result for row, stored in self.analyses.get(name, {}).items()}
+
+    def epochs(self, row: Row) -> list[list[dict[str, float]]]:
+        """The records of each finished run of a row."""
+        folders = [result.folder for result in row.finished if result.folder is not None]
+        return [metrics for folder in folders if (metrics := Run(folder).metrics)]
+
+    def command(self, words: str) -> str:
+        """A command about these runs, to be typed."""
+        store = [] if self.store == DEFAULT_STORE else ["--store", str(self.store)]
+        return f"{words} {shlex.join([*self.names, *store])}"

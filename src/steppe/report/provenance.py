@@ -1,0 +1,111 @@
+"""The section of the page that says where every number comes from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from steppe.report.gathered import Gathered
+from steppe.report.sections import Section, html_table
+from steppe.report.svg import tag, text
+
+HIDDEN = {"seed", "method", "code", "recipe", "keep", "checkpoint_minutes", "workers", "root"}
+
+
+def provenance_section(gathered: Gathered) -> Section:
+    """Configs, runs, environments and the settings of the analyses."""
+    parts = [
+        _folded("Settings that all runs share", _settings(gathered), opened=True),
+        _folded("Methods and their runs", _methods(gathered), opened=True),
+        _folded("Where they ran", _environments(gathered), opened=True),
+    ]
+    if gathered.analyses:
+        parts.append(_folded("Analyses", _analyses(gathered)))
+    return Section("provenance", "Behind the numbers", "".join(parts))
+
+
+def _configs(gathered: Gathered) -> list[dict[str, Any]]:
+    return [result.config.to_dict() for row in gathered.rows for result in row.results]
+
+
+def _settings(gathered: Gathered) -> str:
+    configs = _configs(gathered)
+    names = [name for name in configs[0] if name not in HIDDEN and not _varies(configs, name)]
+    rows = [(name, _plain(configs[0][name])) for name in names if configs[0][name] is not None]
+    example = gathered.comparison.example
+    rows = [
+        ("recipe", configs[0]["recipe"] or "none"),
+        ("data", f"{configs[0]['data']} {f'({example.data_note})' if example.data_note else ''}"),
+        ("weights of the model", f"{example.parameters:,}"),
+        ("steps", str(example.steps)),
+        *(row for row in rows if row[0] not in ("data", "steps")),
+    ]
+    return html_table(("setting", "value"), rows, kind="settings")
+
+
+def _methods(gathered: Gathered) -> str:
+    configs = _configs(gathered)
+    varying = [n for n in configs[0] if n not in HIDDEN and _varies(configs, n)]
+    rows = []
+    for row in gathered.rows:
+        config = row.results[0].config.to_dict()
+        own = ", ".join(f"{name} {_plain(config[name])}" for name in varying)
+        seeds = ", ".join(str(result.config.seed) for result in row.results)
+        folders = [r.folder.name for r in row.results if r.folder is not None]
+        trials = f"{row.chosen}{f' ({row.trials} trial runs)' if row.trials else ''}"
+        kept = f"{folders[0]}{f' and {len(folders) - 1} more' if folders[1:] else ''}"
+        rows.append(
+            (row.label, row.results[0].config.method, trials, own or "–", seeds,
+             kept if folders else "not in this store")
+        )  # fmt: skip
+    header = ("method", "as text", "strength chosen", "own settings", "seeds", "runs")
+    return html_table(header, rows, kind="wordy")
+
+
+def _environments(gathered: Gathered) -> str:
+    records = [
+        json.dumps(result.environment, sort_keys=True)
+        for row in gathered.rows
+        for result in row.results
+    ]
+    parts = []
+    for record, count in Counter(records).most_common():
+        known = json.loads(record)
+        rows = [(name, _plain(value)) for name, value in known.items() if value is not None]
+        parts.append(html_table((f"{count} runs" if count > 1 else "1 run", ""), rows, kind="settings"))
+    return "".join(parts)
+
+
+def _analyses(gathered: Gathered) -> str:
+    rows = []
+    for name, found in gathered.analyses.items():
+        for stored in found.values():
+            asked = ", ".join(f"{k} {_plain(v)}" for k, v in stored.request.items() if k != "analysis")
+            where = stored.environment
+            versions = f"steppe {where.get('steppe')} ({where.get('commit') or 'installed'}), torch {where.get('torch')}"
+            data = stored.result.origin
+            hashes = f"data {data['data_hash']}, weights {data['weights_hash']}"
+            rows.append((name, stored.run.name, asked, hashes, versions, f"{stored.seconds:.1f} s"))
+    header = ("analysis", "run", "asked for", "digests", "with", "time")
+    return html_table(header, rows, kind="wordy")
+
+
+def _varies(configs: list[dict[str, Any]], name: str) -> bool:
+    return any(config[name] != configs[0][name] for config in configs)
+
+
+def _folded(title: str, body: str, *, opened: bool = False) -> str:
+    attributes: Mapping[str, object] = {"open": ""} if opened else {}
+    return tag("details", tag("summary", text(title)), body, **attributes)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

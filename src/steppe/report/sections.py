@@ -1,0 +1,208 @@
+"""The sections of the page about training: table, accuracy, convergence, cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from steppe.lab.comparison import Row
+from steppe.lab.sentences import NAMES, comparison_table
+from steppe.lab.statistics import half_width, mean_std
+from steppe.lab.tables import signed
+from steppe.report.charts import Interval, Series, Spot, interval_chart, line_chart, scatter_chart
+from steppe.report.gathered import Gathered
+from steppe.report.svg import STYLES, dash, marker, shown, tag, text
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and markup; `key` names it in links."""
+
+    key: str
+    title: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A section without data, and the command that makes them."""
+
+    title: str
+    command: str
+
+
+Part = Callable[[Gathered], Section | Absent]
+
+
+def result_section(gathered: Gathered) -> Section:
+    """The comparison's table, with its notes."""
+    table = comparison_table(gathered.comparison)
+    # The sentence stands at the top of the page.
+    notes = [note for note in table.notes if note != gathered.comparison.sentence()]
+    body = html_table(table.header, table.rows, first="method")
+    return Section("result", "Result", body + "".join(tag("p", text(n), class_="note") for n in notes))
+
+
+def accuracy_section(gathered: Gathered) -> Section:
+    """The deciding metric with intervals and single seeds, and the differences to the baseline."""
+    comparison = gathered.comparison
+    example = comparison.example
+    metric = example.metric
+    name = NAMES.get(metric, metric)
+    means, differences = [], []
+    for index, row in enumerate(comparison.rows):
+        low, mean, high = interval(row, metric)
+        values = row.values("test", metric)
+        words = f"{shown(mean)}" + (f" [{shown(low)}, {shown(high)}]" if math.isfinite(low) else "")
+        means.append(Interval(row.label, index, mean, low, high, values, words if values else "diverged"))
+        told = row.difference
+        if told is not None and told.n:
+            words = f"{signed(told.mean)}, {told.verdict}"
+            hollow = told.verdict in ("no difference seen", "too few seeds")
+            bounds = (told.low, told.high)
+            differences.append(
+                Interval(row.label, index, told.mean, *bounds, (), words, hollow=hollow)
+            )
+    way = "higher" if example.higher_is_better else "lower"
+    summary = f"Test {metric} of each method. " + "; ".join(f"{r.name} {r.words}" for r in means)
+    charts = [
+        captioned(
+            interval_chart(means, f"test {name}", summary),
+            f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, "
+            "and each seed as a dot.",
+        )
+    ]
+    if differences:
+        base = comparison.baseline.label
+        summary = f"Difference to {base}. " + "; ".join(f"{r.name} {r.words}" for r in differences)
+        chart = interval_chart(differences, f"test {name}, minus {base}", summary, zero=True)
+        about = (
+            f"Paired difference to {base}, interval at the level of Holm's test. Filled marks: the "
+            "statistics tell it from zero; hollow marks: they do not."
+        )
+        charts.append(captioned(chart, about))
+    return Section("accuracy", f"{metric.capitalize()} with intervals", columns(charts))
+
+
+def convergence_section(gathered: Gathered) -> Section | Absent:
+    """Test metric and training loss by epoch, means over seeds."""
+    metric = gathered.comparison.example.metric
+    tested, losses, tracked = [], [], []
+    for index, row in enumerate(gathered.rows):
+        epochs = gathered.epochs(row)
+        if not epochs:
+            continue
+        tested.append(Series(row.label, index, mean_curve(epochs, f"test_{metric}")))
+        losses.append(Series(row.label, index, mean_curve(epochs, "loss")))
+        tracked.append(Series(row.label, index, mean_curve(epochs, f"train_{metric}")))
+    charts = []
+    name = NAMES.get(metric, metric)
+    about = "mean over the seeds"
+    for series, label, words in (
+        (tested, f"test {name}", f"Test {metric} by epoch, {about}."),
+        (tracked, f"train {name}", f"The same on training data, at the true weights, {about}."),
+        (losses, "training loss", "Training loss as the optimizer saw it, that is, at perturbed "
+         f"weights for the methods that perturb; {about}."),
+    ):  # fmt: skip
+        filled = [s for s in series if len(s.points) > 1]
+        if filled:
+            low, high = _range(filled)
+            log = label == "training loss" and low > 0 and high > 20 * low
+            last = "; ".join(f"{s.name} {shown(s.points[-1][1])}" for s in filled)
+            summary = f"{words} At the end: {last}"
+            charts.append(captioned(line_chart(filled, "epoch", label, summary, log_y=log), words))
+    if not charts:
+        return Absent("Convergence", "steppe compare … --eval-every 1 (runs kept in a store)")
+    used = [s for s in tested or losses]
+    return Section("convergence", "Convergence", legend(used) + columns(charts))
+
+
+def cost_section(gathered: Gathered) -> Section | Absent:
+    """What a method costs against what it gives."""
+    comparison = gathered.comparison
+    metric, base = comparison.example.metric, comparison.baseline.label
+    charts = []
+    kinds = {
+        "time": ("training time", "Time of the training steps, median over the seeds."),
+        "flops": ("FLOPs", "Matrix products and convolutions, counted by torch."),
+    }
+    for kind, (label, about) in kinds.items():
+        spots = []
+        for index, row in enumerate(comparison.rows):
+            low, mean, high = interval(row, metric)
+            if kind in row.cost and row.finished:
+                spots.append(Spot(row.label, index, row.cost[kind], mean, low, high))
+        if spots:
+            told = "; ".join(f"{s.name} {shown(s.y)} at {shown(s.x, 3)}" for s in spots)
+            x_label = f"{label}, multiples of {base}"
+            y_label = f"test {NAMES.get(metric, metric)}"
+            chart = scatter_chart(spots, x_label, y_label, f"{y_label} against {label}. {told}")
+            charts.append(captioned(chart, f"{about} Bars: 95 % intervals."))
+    if not charts:
+        return Absent("Cost", "steppe compare …")
+    return Section("cost", f"Cost against {metric}", columns(charts))
+
+
+def interval(row: Row, metric: str) -> tuple[float, float, float]:
+    """Low end, mean and high end of the 95 % interval of the mean; NaN ends for one seed."""
+    values = row.values("test", metric)
+    mean, std = mean_std(values)
+    wide = half_width(std, len(values)) if len(values) > 1 else math.nan
+    return mean - wide, mean, mean + wide
+
+
+def mean_curve(runs: Sequence[Sequence[dict[str, float]]], name: str) -> list[tuple[float, float]]:
+    """(epoch, mean over runs) wherever all runs have the number."""
+    found: dict[float, list[float]] = {}
+    for records in runs:
+        for record in records:
+            if isinstance(record.get(name), int | float):
+                found.setdefault(record["epoch"], []).append(record[name])
+    return [
+        (float(epoch), sum(values) / len(values))
+        for epoch, values in sorted(found.items())
+        if len(values) == len(runs)
+    ]
+
+
+def legend(series: Sequence[Series]) -> str:
+    """Names with their marks; pressing one brings its lines to the front."""
+    items = []
+    for s in series:
+        line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=dash(s.index))
+        sample = tag("svg", line, marker(19, 8, s.index), viewBox="0 0 38 16", aria_hidden="true")
+        kind = f"s{s.index % STYLES}"
+        button = tag("button", sample, text(s.name), type="button", aria_pressed="false",
+                     data_pick=s.index, class_=kind)  # fmt: skip
+        items.append(tag("li", button))
+    return tag("ul", *items, class_="legend")
+
+
+def captioned(chart: str, words: str) -> str:
+    """A chart with a caption."""
+    return tag("figure", chart, tag("figcaption", text(words)))
+
+
+def columns(parts: Sequence[str]) -> str:
+    """Charts beside each other where there is room."""
+    return tag("div", *parts, class_="columns")
+
+
+def html_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, first: str = "", kind: str = ""
+) -> str:
+    """A table that scrolls sideways on a narrow screen; the first column names the rows."""
+    head = "".join(tag("th", text(name), scope="col") for name in header)
+    body = "".join(
+        tag("tr", tag("th", text(row[0]), scope="row"), *(tag("td", text(c)) for c in row[1:]))
+        for row in rows
+    )
+    table = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=kind or None)
+    about = first or header[0]
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {about}")
+
+
+def _range(series: Sequence[Series]) -> tuple[float, float]:
+    values = [y for s in series for _, y in s.points if math.isfinite(y)]
+    return (min(values), max(values)) if values else (0.0, 0.0)

@@ -1,0 +1,165 @@
+"""From what a person named (runs, patterns, files of comparisons and sweeps) to stored results."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from steppe.lab.comparison import Comparison, Row, judged
+from steppe.lab.config import MACHINE, OUTSIDE, Config
+from steppe.lab.errors import LabError
+from steppe.lab.results import Result, from_record, stored
+from steppe.lab.runs import Run, Store
+from steppe.lab.specs import Spec, label, parse
+from steppe.lab.statistics import Difference
+
+logger = logging.getLogger("steppe")
+
+SHARED = OUTSIDE | MACHINE | {"method", "seed", "code"}
+"""Settings that do not make a row of its own."""
+
+
+def find_results(names: Sequence[str], store: Path) -> list[Result]:
+    """The results behind names of runs, patterns (`digits-*`) and files that --out wrote."""
+    found: dict[str, Result] = {}
+    for name in names:
+        for result in _results(name, store):
+            found.setdefault(result.config.identity, result)
+    return list(found.values())
+
+
+def find_comparison(names: Sequence[str], store: Path) -> Comparison:
+    """A comparison from the file it was written to, or put together from runs."""
+    if not names:
+        raise LabError(
+            "say what to show: a comparison (steppe compare … --out FILE.json), or names of runs; "
+            "`steppe runs` lists them."
+        )
+    if len(names) == 1 and _is_file(names[0]):
+        content = _read(Path(names[0]))
+        if "rows" in content:
+            return _comparison(content, Path(names[0]), store)
+    return compared(find_results(names, store))
+
+
+def compared(results: Sequence[Result]) -> Comparison:
+    """The comparison that these runs make: a row for each experiment, paired by the common seeds."""
+    by_row: dict[str, dict[int, Result]] = {}
+    for result in results:
+        by_row.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
+    _check_comparable(results)
+    first = min(by_row.values(), key=lambda row: next(iter(row.values())).config.method != "sgd")
+    rows = [first, *(row for row in by_row.values() if row is not first)]
+    seeds = sorted(set.intersection(*(set(row) for row in rows)))
+    if not seeds:
+        raise LabError(
+            "these runs share no seed, so nothing can be paired: name runs of the same seeds."
+        )
+    left_out = sum(len(row) - len(seeds) for row in rows)
+    if left_out:
+        logger.info("left out: %d runs of seeds that not all methods have", left_out)
+    base = first[seeds[0]].config
+    made = [_row([row[seed] for seed in seeds], base) for row in rows]
+    return Comparison(base, tuple(seeds), judged(made))
+
+
+def _row(results: list[Result], base: Config) -> Row:
+    config = results[0].config
+    spec = parse(config.method)
+    names = [f.name for f in fields(Config) if f.name not in SHARED]
+    changed = {n: getattr(config, n) for n in names if getattr(config, n) != getattr(base, n)}
+    whole = Spec(spec.name, spec.options, changed)
+    chosen = "given" if spec.strength else "default"
+    return Row(str(whole), label(whole, config.optimizer), chosen, tuple(results))
+
+
+def _check_comparable(results: Sequence[Result]) -> None:
+    data = sorted({result.config.data for result in results})
+    metrics = sorted({result.metric for result in results})
+    if len(data) > 1 or len(metrics) > 1:
+        what = f"data ({', '.join(data)})" if len(data) > 1 else f"metrics ({', '.join(metrics)})"
+        raise LabError(f"these runs have different {what}: make one report for each.")
+
+
+def _results(name: str, store: Path) -> list[Result]:
+    if _is_file(name):
+        content = _read(Path(name))
+        records = [run for part in content.get("rows", content.get("points")) for run in part["runs"]]
+        return [_located(record, Path(name), store) for record in records]
+    return [_finished(run) for run in find_runs(name, store)]
+
+
+def find_runs(name: str, store: Path) -> list[Run]:
+    """Runs by folder, name, part of a name that no other has, or pattern with `*`."""
+    if "*" in name or "?" in name:
+        runs = [run for run in Store(store).runs() if fnmatch.fnmatch(run.name, name)]
+        if runs:
+            return runs
+    elif (Path(name) / "config.json").exists() or any(name in r.name for r in Store(store).runs()):
+        return [Store(store).get(name)]
+    names = [run.name for run in Store(store).runs()]
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.4)
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise LabError(f"there is no run {name!r} in {store}.{guess} `steppe runs` lists them.")
+
+
+def _finished(run: Run) -> Result:
+    result = stored(run)
+    if result is None:
+        raise LabError(f"{run.name} is not finished: steppe train --resume {run.folder}")
+    return result
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".json") or Path(name).is_file()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LabError(f"cannot read {file}: {error.strerror}.") from None
+    except ValueError:
+        raise LabError(f"{file} is not valid JSON: write it with --out FILE.json.") from None
+    if not isinstance(content, dict) or not {"rows", "points"} & set(content):
+        raise LabError(
+            f"{file} is neither a comparison nor a sweep: write one with steppe compare or "
+            "steppe sweep and --out FILE.json."
+        )
+    return content
+
+
+def _comparison(content: dict[str, Any], file: Path, store: Path) -> Comparison:
+    results = {
+        row["spec"]: tuple(_located(record, file, store) for record in row["runs"])
+        for row in content["rows"]
+    }
+    rows = tuple(
+        Row(
+            spec=row["spec"],
+            label=row["label"],
+            chosen=row["chosen"],
+            results=results[row["spec"]],
+            trials=row["trials"],
+            difference=None if row["difference"] is None else Difference(**row["difference"]),
+            cost=row["cost"],
+        )
+        for row in content["rows"]
+    )
+    config = Config().override(content["config"])
+    return Comparison(config, tuple(content["seeds"]), rows)
+
+
+def _located(record: dict[str, Any], file: Path, store: Path) -> Result:
+    """A result with its folder: in the store, or beside the file that tells of it."""
+    result = from_record(record)
+    for folder in (store, file.parent):
+        if (run := Store(folder).find(result.config)) is not None:
+            return from_record(record, run.folder)
+    return result

@@ -29,6 +29,7 @@ from steppe.lab.training import train
 from steppe.lab.tuning import Tune
 from steppe.report.analyze import Analyze
 from steppe.report.commands import Report
+from steppe.report.paper import Figures
 
 __all__ = ["COMMANDS", "Stopped", "parse"]
 logger = logging.getLogger("steppe")
@@ -230,6 +231,7 @@ COMMANDS: dict[str, type[Command]] = {
     "table": PaperTable,
     "data": DataSets,
     "analyze": Analyze,
+    "figure": Figures,
     "report": Report,
 }
 

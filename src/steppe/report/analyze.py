@@ -70,7 +70,9 @@ class Analysis(ABC):
 
     def request(self) -> dict[str, Any]:
         """All that decides the outcome."""
-        own = {name: value for name, value in asdict(self).items() if name not in ("runs", "common")}
+        own = {
+            name: value for name, value in asdict(self).items() if name not in ("runs", "common")
+        }
         common = asdict(self.common)
         return {"analysis": self.name, **own, **{n: common[n] for n in ("samples", "split", "bn")}}
 
@@ -113,7 +115,9 @@ class Analysis(ABC):
     def _subjects(self) -> list[Run]:
         """The runs named; of a comparison, the first `seeds` of each method."""
         if not self.runs:
-            raise LabError(f"say which runs: steppe analyze {self.name} RUN; `steppe runs` lists them.")
+            raise LabError(
+                f"say which runs: steppe analyze {self.name} RUN; `steppe runs` lists them."
+            )
         found: dict[Path, Run] = {}
         for name in self.runs:
             if name.endswith(".json"):
@@ -292,7 +296,9 @@ def described(result: Result) -> str:
             )
             return f"loss {result.base:.4g}; at radius {float(result.radii[-1]):g}: {last}"
         case analysis.Sharpness():
-            return f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
+            return (
+                f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
+            )
     return type(result).__name__
 
 
@@ -301,8 +307,8 @@ def _of_comparison(name: str, store: Path, seeds: int) -> list[Run]:
     for row in find_comparison([name], store).rows:
         folders = [result.folder for result in row.finished[:seeds]]
         if None in folders:
-            raise LabError(f"the runs of {name} are not in {store}: give their folder, --store FOLDER.")
+            raise LabError(
+                f"the runs of {name} are not in {store}: give their folder, --store FOLDER."
+            )
         chosen += [Run(folder) for folder in folders if folder is not None]
     return chosen
-
-

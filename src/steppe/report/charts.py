@@ -36,12 +36,11 @@ def line_chart(
     *,
     log_x: bool = False,
     log_y: bool = False,
-    y_range: tuple[float, float] | None = None,
 ) -> str:
     """Lines with marks and error bars over common axes."""
     drawn = [s for s in series if not s.theory] or list(series)
     xs = [x for s in drawn for x, _ in s.points]
-    ys = list(y_range or [y for s in drawn for _, y in s.points])
+    ys = [y for s in drawn for _, y in s.points]
     x = scale_for(xs, LEFT, WIDTH - RIGHT, log=log_x, margin=0.03)
     y = scale_for(ys, HEIGHT - BOTTOM, TOP, log=log_y)
     lines = [_line(s, x, y) for s in series]
@@ -89,15 +88,13 @@ def interval_chart(
     rows: Sequence[Interval], x_label: str, summary: str, *, zero: bool = False
 ) -> str:
     """A row for each method: the name above, then mean, interval and the single seeds."""
-    step = 42.0
+    step = 46.0
     height = TOP + step * len(rows) + BOTTOM
     values = [v for r in rows for v in (r.mean, r.low, r.high, *r.values)] + [0.0] * zero
     x = scale_for(values, 14, WIDTH - RIGHT, margin=0.04)
     parts = [_x_axis(x, height - BOTTOM, TOP, x_label, height)]
     if zero:
-        parts.append(
-            tag("line", x1=x(0), x2=x(0), y1=TOP, y2=height - BOTTOM, class_="zero")
-        )
+        parts.append(tag("line", x1=x(0), x2=x(0), y1=TOP, y2=height - BOTTOM, class_="zero"))
     for i, row in enumerate(rows):
         top = TOP + step * i
         parts.append(_interval(row, x, top + 14, top + 29))
@@ -110,10 +107,12 @@ def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
         tag("text", text(row.words), x=WIDTH - RIGHT, y=words_y, class_="words"),
     ]
     title = f"{row.name}: {row.words}"
-    parts += [tag("circle", cx=x(v), cy=y, r=2.5, class_="seed") for v in row.values]
+    parts += [tag("circle", cx=x(v), cy=y + 9, r=2.4, class_="seed") for v in row.values]
     if math.isfinite(row.low) and math.isfinite(row.high):
         low, high = x(row.low), x(row.high)
-        line = f"M{number(low)} {y}H{number(high)}M{number(low)} {y - 5}v10M{number(high)} {y - 5}v10"
+        line = (
+            f"M{number(low)} {y}H{number(high)}M{number(low)} {y - 5}v10M{number(high)} {y - 5}v10"
+        )
         parts.append(tag("path", d=line, class_="whisker"))
     if math.isfinite(row.mean):
         hollow = "hollow" if row.hollow else None
@@ -150,9 +149,7 @@ def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: st
         title = f"{spot.name}: {shown(spot.y)} at {shown(spot.x, 3)}"
         inner.append(marker(px, py, spot.index, size=5.5, title=title))
         lx, ly, anchor = _free_place(spot.name, px, py, taken)
-        inner.append(
-            tag("text", text(spot.name), x=lx, y=ly, text_anchor=anchor, class_="name")
-        )
+        inner.append(tag("text", text(spot.name), x=lx, y=ly, text_anchor=anchor, class_="name"))
         kind = f"series s{spot.index % STYLES}"
         parts.append(tag("g", *inner, class_=kind, data_series=spot.index))
     return figure(parts, summary)
@@ -191,7 +188,9 @@ def area_chart(
     """A filled curve with one marked place, on scales that several charts share."""
     line = [(x(a), y(max(b, y.low))) for a, b in points]
     floor = y(y.low)
-    closed = f"{path(line)}L{number(line[-1][0])} {number(floor)}L{number(line[0][0])} {number(floor)}Z"
+    closed = (
+        f"{path(line)}L{number(line[-1][0])} {number(floor)}L{number(line[0][0])} {number(floor)}Z"
+    )
     at, words = mark
     anchor = "end" if x(at) > (LEFT + WIDTH) / 2 else "start"
     beside = x(at) + (-7 if anchor == "end" else 7)

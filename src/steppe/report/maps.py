@@ -167,7 +167,9 @@ def scale_bar(heights: Heights) -> str:
         parts.append(tag("line", x1=place(value), x2=place(value), y1=18, y2=22, class_="axis"))
         parts.append(tag("text", text(shown(value, 3)), x=place(value), y=35, class_="tick x"))
     kind = "logarithmic" if heights.log else "linear"
-    summary = f"Colour scale of the loss, {kind}, {shown(heights.low, 3)} to {shown(heights.high, 3)}"
+    summary = (
+        f"Colour scale of the loss, {kind}, {shown(heights.low, 3)} to {shown(heights.high, 3)}"
+    )
     return tag("svg", *parts, viewBox="0 0 440 42", role="img", aria_label=summary, class_="scale")
 
 

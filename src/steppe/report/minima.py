@@ -19,7 +19,15 @@ from steppe.report.charts import (
 )
 from steppe.report.gathered import Gathered
 from steppe.report.maps import CIVIDIS, grid_of, heights_of, landscape_map, scale_bar
-from steppe.report.sections import Absent, Section, captioned, columns, html_table, legend
+from steppe.report.sections import (
+    Absent,
+    Section,
+    captioned,
+    columns,
+    html_table,
+    legend,
+    value_range,
+)
 from steppe.report.svg import Scale, scale_for, shown, tag, text
 
 KINDS = {
@@ -126,10 +134,6 @@ def radius_section(gathered: Gathered) -> Section | Absent:
     curves = _of(gathered, "radius", RadiusCurve)
     if not curves:
         return Absent("Radius curves", gathered.command("steppe analyze radius"))
-    losses = [v for c in curves.values() for v in c.loss.flatten().tolist() if math.isfinite(v)]
-    bases = [c.base for c in curves.values()]
-    low, high = min([*losses, *bases]), max([*losses, *bases])
-    log = low > 0 and high > 20 * low
     charts = []
     for kind, words in KINDS.items():
         series = [line for i, c in curves.items() for line in _curve(c, kind, i, gathered)]
@@ -137,8 +141,9 @@ def radius_section(gathered: Gathered) -> Section | Absent:
         if drawn:
             told = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in drawn)
             summary = f"Loss against radius, {words}. At the largest radius: {told}"
-            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=log,
-                               y_range=(low, high))  # fmt: skip
+            low, high = value_range(drawn)
+            log = low > 0 and high > 20 * low
+            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=log)
             charts.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
     first = next(iter(curves.values()))
     about = (
@@ -179,7 +184,9 @@ def sharpness_section(gathered: Gathered) -> Section | Absent:
             one = values.get(index)
             row.append("–" if one is None else f"{shown(one.value)} ± {shown(one.error, 2)}")
     first = next(iter(next(iter(found.values())).values()))
-    body = html_table(header, list(cells.values())) + tag("p", text(_origin(first.origin)), class_="note")
+    body = html_table(header, list(cells.values())) + tag(
+        "p", text(_origin(first.origin)), class_="note"
+    )
     return Section("sharpness", "Sharpness", body)
 
 

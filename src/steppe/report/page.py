@@ -59,8 +59,17 @@ def page(gathered: Gathered) -> str:
         tag("nav", tag("ul", *links), aria_label="Sections"),
     )
     main = tag("main", *map(_placed, made))
-    foot = tag("footer", text(f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."))
-    body = head + main + foot + _data(surface_data(gathered)) + f"<script>{asset('report.js')}</script>"
+    foot = tag(
+        "footer",
+        text(f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."),
+    )
+    body = (
+        head
+        + main
+        + foot
+        + _data(surface_data(gathered))
+        + f"<script>{asset('report.js')}</script>"
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en" class="no-script">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

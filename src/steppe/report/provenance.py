@@ -74,7 +74,9 @@ def _environments(gathered: Gathered) -> str:
     for record, count in Counter(records).most_common():
         known = json.loads(record)
         rows = [(name, _plain(value)) for name, value in known.items() if value is not None]
-        parts.append(html_table((f"{count} runs" if count > 1 else "1 run", ""), rows, kind="settings"))
+        parts.append(
+            html_table((f"{count} runs" if count > 1 else "1 run", ""), rows, kind="settings")
+        )
     return "".join(parts)
 
 
@@ -82,7 +84,9 @@ def _analyses(gathered: Gathered) -> str:
     rows = []
     for name, found in gathered.analyses.items():
         for stored in found.values():
-            asked = ", ".join(f"{k} {_plain(v)}" for k, v in stored.request.items() if k != "analysis")
+            asked = ", ".join(
+                f"{k} {_plain(v)}" for k, v in stored.request.items() if k != "analysis"
+            )
             where = stored.environment
             versions = f"steppe {where.get('steppe')} ({where.get('commit') or 'installed'}), torch {where.get('torch')}"
             data = stored.result.origin

@@ -41,7 +41,9 @@ def result_section(gathered: Gathered) -> Section:
     # The sentence stands at the top of the page.
     notes = [note for note in table.notes if note != gathered.comparison.sentence()]
     body = html_table(table.header, table.rows, first="method")
-    return Section("result", "Result", body + "".join(tag("p", text(n), class_="note") for n in notes))
+    return Section(
+        "result", "Result", body + "".join(tag("p", text(n), class_="note") for n in notes)
+    )
 
 
 def accuracy_section(gathered: Gathered) -> Section:
@@ -54,8 +56,11 @@ def accuracy_section(gathered: Gathered) -> Section:
     for index, row in enumerate(comparison.rows):
         low, mean, high = interval(row, metric)
         values = row.values("test", metric)
-        words = f"{shown(mean)}" + (f" [{shown(low)}, {shown(high)}]" if math.isfinite(low) else "")
-        means.append(Interval(row.label, index, mean, low, high, values, words if values else "diverged"))
+        form = (lambda v: f"{v:.2f}") if example.unit else shown
+        words = form(mean) + (f" [{form(low)}, {form(high)}]" if math.isfinite(low) else "")
+        means.append(
+            Interval(row.label, index, mean, low, high, values, words if values else "diverged")
+        )
         told = row.difference
         if told is not None and told.n:
             words = f"{signed(told.mean)}, {told.verdict}"
@@ -107,14 +112,14 @@ def convergence_section(gathered: Gathered) -> Section | Absent:
     ):  # fmt: skip
         filled = [s for s in series if len(s.points) > 1]
         if filled:
-            low, high = _range(filled)
+            low, high = value_range(filled)
             log = label == "training loss" and low > 0 and high > 20 * low
             last = "; ".join(f"{s.name} {shown(s.points[-1][1])}" for s in filled)
             summary = f"{words} At the end: {last}"
             charts.append(captioned(line_chart(filled, "epoch", label, summary, log_y=log), words))
     if not charts:
         return Absent("Convergence", "steppe compare … --eval-every 1 (runs kept in a store)")
-    used = [s for s in tested or losses]
+    used = tested or losses
     return Section("convergence", "Convergence", legend(used) + columns(charts))
 
 
@@ -200,9 +205,12 @@ def html_table(
     )
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=kind or None)
     about = first or header[0]
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {about}")
+    return tag(
+        "div", table, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {about}"
+    )
 
 
-def _range(series: Sequence[Series]) -> tuple[float, float]:
+def value_range(series: Sequence[Series]) -> tuple[float, float]:
+    """The least and the largest finite value of several lines."""
     values = [y for s in series for _, y in s.points if math.isfinite(y)]
     return (min(values), max(values)) if values else (0.0, 0.0)

@@ -90,7 +90,11 @@ def _check_comparable(results: Sequence[Result]) -> None:
 def _results(name: str, store: Path) -> list[Result]:
     if _is_file(name):
         content = _read(Path(name))
-        records = [run for part in content.get("rows", content.get("points")) for run in part["runs"]]
+        records = [
+            run
+            for part in content["rows" if "rows" in content else "points"]
+            for run in part["runs"]
+        ]
         return [_located(record, Path(name), store) for record in records]
     return [_finished(run) for run in find_runs(name, store)]
 

@@ -113,18 +113,30 @@ def marker(x: float, y: float, index: int, size: float = 4.5, **attributes: obje
         f"M0 {-1.25 * r}L{1.15 * r} {0.85 * r}H{-1.15 * r}Z",
         f"M0 {-1.35 * r}L{1.35 * r} 0L0 {1.35 * r}L{-1.35 * r} 0Z",
         f"M0 {1.25 * r}L{1.15 * r} {-0.85 * r}H{-1.15 * r}Z",
-        f"M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}",
-        f"M0 {-1.2 * r}V{1.2 * r}M{-1.2 * r} 0H{1.2 * r}",
+        _cross(r, 0.7854),
+        _cross(r, 0.0),
     )
-    kind = index % STYLES
     return tag(
         "path",
         *([tag("title", text(attributes.pop("title")))] if "title" in attributes else []),
-        d=shapes[kind],
+        d=shapes[index % STYLES],
         transform=f"translate({number(x)} {number(y)})",
-        class_=f"mark{' cross' if kind >= 5 else ''}",
+        class_="mark",
         **attributes,
     )
+
+
+def _cross(r: float, turned: float) -> str:
+    """A thick cross, turned by an angle."""
+    wide, long = 0.42 * r, 1.35 * r
+    quarter = ((wide, -wide), (wide, -long), (-wide, -long), (-wide, -wide))
+    corners = []
+    for k in range(4):
+        cos, sin = math.cos(turned - k * math.pi / 2), math.sin(turned - k * math.pi / 2)
+        corners += [(x * cos - y * sin, x * sin + y * cos) for x, y in quarter[1:3]]
+        x, y = quarter[3]
+        corners.append((x * cos - y * sin, x * sin + y * cos))
+    return path(corners) + "Z"
 
 
 def dash(index: int) -> str | None:

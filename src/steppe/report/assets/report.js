@@ -18,12 +18,12 @@
   function camera(width, height) {
     const sinA = Math.sin(view.azimuth), cosA = Math.cos(view.azimuth);
     const sinE = Math.sin(view.elevation), cosE = Math.cos(view.elevation);
-    const size = 0.44 * Math.min(width, height * 1.25) * view.zoom;
+    const size = 0.31 * Math.min(width, height * 1.25) * view.zoom;
     return (x, y, z) => {
       const across = x * cosA - y * sinA, deep = x * sinA + y * cosA;
-      const up = z * cosE - deep * sinE, near = deep * cosE + z * sinE;
-      const scale = (size * 5) / (5 + near);
-      return [width / 2 + across * scale, height / 2 - up * scale, near];
+      const up = z * cosE + deep * sinE, far = deep * cosE - z * sinE;
+      const scale = (size * 6) / (6 + far);
+      return [width / 2 + across * scale, height * 0.52 - up * scale, far];
     };
   }
 

@@ -1,0 +1,223 @@
+"""`steppe figure`: the paper's figures from stored runs, or which runs are missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from steppe.lab.comparison import Row
+from steppe.lab.errors import LabError
+from steppe.lab.recipes import recipe
+from steppe.lab.results import Result, stored
+from steppe.lab.runs import DEFAULT_STORE, Run, Store
+from steppe.lab.specs import label, parse
+from steppe.report.analyses import load
+from steppe.report.studies import (
+    Group,
+    convergence_figure,
+    generalisation_figure,
+    groups_of,
+    sensitivity_figure,
+)
+from steppe.report.subjects import compared, find_results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger("steppe")
+
+RECIPES = {
+    "1": "cifar10-resnet18",
+    "2": "cifar100-resnet18",
+    "3": "cifar100-resnet18",
+    "4": "cifar10-resnet18",
+    "5": "cifar10-resnet18",
+}
+METHODS = {
+    "1": ("sgd",),
+    "2": ("rwp:sigma=.01", "m-rwp:sigma=.01"),
+    "3": ("rwp", "m-rwp"),
+    "5": ("sgd", "rwp", "arwp", "sam", "m-arwp"),
+}
+"""What the paper shows: by the recipe's own strengths where none is given."""
+
+STUDIES = {
+    "arwp": ("eta", "beta", "eta-beta"),
+    "m-arwp": ("strength", "lam", "sigma-lam"),
+}
+"""Figure 4: by method the two options and the search that varies them."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Draw a figure of the paper from stored runs, as PNG and SVG.
+
+    1 radius, 2 convergence, 3 trade-off, 4 sensitivity, 5 landscapes and spectra, or theory. What
+    is missing is named with the command that makes it. Example: steppe figure 2 --recipe digits
+    """
+
+    number: Annotated[
+        Positional[Literal["1", "2", "3", "4", "5", "theory"]],
+        tyro.conf.arg(metavar="{1-5,theory}"),
+    ]
+    """Which figure."""
+    runs: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="[RUN ...]")] = ()
+    """Draw these runs: names, patterns with *, FILE.json of compare or sweep; none: by recipe."""
+    recipe: str | None = None
+    """Runs of this recipe (default: the paper's)."""
+    methods: tuple[str, ...] = ()
+    """These methods of the recipe (default: the paper's)."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Where to write, without an ending (default: figure-NUMBER)."""
+    store: Path = DEFAULT_STORE
+    """The folder of runs."""
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
+    """Only mistakes and warnings."""
+
+    def run(self) -> None:
+        try:
+            from steppe.report import figures
+        except ImportError as error:
+            raise LabError(str(error)) from None
+        if self.number == "theory":
+            drawn: dict[str, Figure] = {"": figures.tradeoff_figure()}
+        elif self.number == "2":
+            drawn = {"": convergence_figure(self._experiments())}
+        elif self.number == "3":
+            drawn = {"": generalisation_figure(self._ranges())}
+        elif self.number == "4":
+            drawn = {"": sensitivity_figure(self._studies())}
+        else:
+            drawn = self._minima()
+        stem = self.out or Path(f"figure-{self.number}")
+        for part, figure in drawn.items():
+            target = stem.with_name(f"{stem.stem}{part and f'-{part}'}")
+            for file in figures.save_figure(figure, target):
+                logger.info("written to %s", file)
+
+    @property
+    def _recipe(self) -> str:
+        return self.recipe or RECIPES[self.number]
+
+    def _pool(self) -> list[Group]:
+        """The runs named, or all of the recipe: any method, any seed, nothing else changed."""
+        if self.runs:
+            return groups_of(find_results(self.runs, self.store))
+        wanted = recipe(self._recipe, "sgd").experiment
+        found = []
+        for run in Store(self.store).runs():
+            result = _readable(run)
+            if result and result.config.replace(method="sgd").experiment == wanted:
+                found.append(result)
+        return groups_of(found)
+
+    def _experiments(self) -> dict[str, Group]:
+        """One experiment a method, by its label; all of them, or what is missing."""
+        pool = self._pool()
+        if self.runs:
+            rows = compared([result for group in pool for result in group.results]).rows
+            return {_labelled(row): Group(row.finished) for row in rows}
+        named, missing = {}, []
+        for text in self.methods or METHODS[self.number]:
+            config = recipe(self._recipe, text)
+            group = next((g for g in pool if _same(g, config.experiment)), None)
+            if group is None:
+                missing.append(config.method)
+            else:
+                named[label(parse(config.method), config.optimizer)] = group
+        if missing:
+            follow = " --track-train" if self.number == "2" else ""
+            raise self._lacks(
+                f"runs of {', '.join(missing)}",
+                f"steppe compare {' '.join(missing)} --recipe {self._recipe}{follow}",
+            )
+        return named
+
+    def _ranges(self) -> dict[str, list[Group]]:
+        """By method the experiments over its strength, at least two."""
+        pool = self._pool()
+        names = [parse(text).name for text in self.methods or METHODS["3"]]
+        found = {name: [g for g in pool if g.method == name] for name in names}
+        short = [name for name, groups in found.items() if len({g.strength for g in groups}) < 2]
+        if short:
+            commands = [
+                f"steppe sweep {self._recipe} --method {name} --search sigma" for name in short
+            ]
+            raise self._lacks(
+                f"two or more strengths of {' and '.join(short)}", "; ".join(commands)
+            )
+        return {label(parse(name)): groups for name, groups in found.items()}
+
+    def _studies(self) -> dict[str, tuple[str, str, Sequence[Group]]]:
+        """By title the two options and the experiments that were given both."""
+        pool = self._pool()
+        drawn: dict[str, tuple[str, str, Sequence[Group]]] = {}
+        commands = []
+        for name, (first, second, search) in STUDIES.items():
+            groups = [
+                g
+                for g in pool
+                if g.method == name and g.option(first) is not None and g.option(second) is not None
+            ]
+            if len({(g.option(first), g.option(second)) for g in groups}) > 1:
+                drawn[label(parse(name))] = (first, second, groups)
+            else:
+                commands.append(f"steppe sweep {self._recipe} --method {name} --search {search}")
+        if not drawn or (commands and not self.runs):
+            raise self._lacks("a sweep over two options", "; ".join(commands))
+        return drawn
+
+    def _minima(self) -> dict[str, Figure]:
+        """Figures 1 and 5, from analyses stored with the runs."""
+        from steppe.report import figures
+
+        kinds = ("radius",) if self.number == "1" else ("landscape", "spectrum")
+        experiments = self._experiments()
+        found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+        commands = []
+        for name, group in experiments.items():
+            runs = [Run(r.folder) for r in group.results if r.folder is not None]
+            for kind in kinds:
+                made = next((s for run in runs if (s := load(run, kind)) is not None), None)
+                if made is not None:
+                    found[kind][name] = made.result
+                elif runs:
+                    commands.append((kind, runs[0].name))
+        if commands:
+            store = "" if self.store == DEFAULT_STORE else f" --store {self.store}"
+            grouped = {kind: [n for k, n in commands if k == kind] for kind, _ in commands}
+            raise self._lacks(
+                f"an analysis ({', '.join(grouped)})",
+                "; ".join(f"steppe analyze {k} {' '.join(n)}{store}" for k, n in grouped.items()),
+            )
+        if self.number == "1":
+            return {"": figures.radius_figure(found["radius"])}
+        return {
+            "landscape": figures.landscape_figure(found["landscape"]),
+            "spectrum": figures.spectrum_figure(found["spectrum"]),
+        }
+
+    def _lacks(self, what: str, commands: str) -> LabError:
+        where = "these runs" if self.runs else f"{self.store}, recipe {self._recipe}"
+        return LabError(f"figure {self.number} lacks {what} ({where}). This makes it: {commands}")
+
+
+def _labelled(row: Row) -> str:
+    return f"{row.label} ({row.strength})" if row.strength else row.label
+
+
+def _same(group: Group, experiment: str) -> bool:
+    return group.results[0].config.experiment == experiment
+
+
+def _readable(run: Run) -> Result | None:
+    try:
+        return stored(run)
+    except LabError:  # a run written by another version
+        return None

@@ -18,12 +18,19 @@ $(STAMP): pyproject.toml constraints.txt
 DEMO := runs/demo
 TUNING := --tune --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
-demo: $(STAMP)  ## compare the paper's six methods on digits, with noisy and with clean labels
+demo: $(STAMP)  ## compare the paper's six methods on digits, look at their minima, write a page about it
 	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp --recipe digits --seeds 10 --eval-every 3 $(TUNING) \
 		--store $(DEMO) --out $(DEMO)/noisy.json
 	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
 	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
 		--store $(DEMO) --out $(DEMO)/clean.json
+	@echo; echo "How flat are the minima? Landscape, spectrum, radius and sharpness of one run a method:"; echo
+	$(BIN)/steppe analyze landscape $(DEMO)/noisy.json --n 31 --store $(DEMO)
+	$(BIN)/steppe analyze spectrum $(DEMO)/noisy.json --store $(DEMO)
+	$(BIN)/steppe analyze radius $(DEMO)/noisy.json --store $(DEMO)
+	$(BIN)/steppe analyze sharpness $(DEMO)/noisy.json --store $(DEMO)
+	@echo
+	$(BIN)/steppe report $(DEMO)/noisy.json --store $(DEMO) --out $(DEMO)/report.html
 
 test: lint types unit  ## lint, types and tests
 

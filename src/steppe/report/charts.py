@@ -12,7 +12,7 @@ from steppe.report.svg import STYLES, Scale, dash, marker, number, path, scale_f
 
 WIDTH, HEIGHT = 480.0, 310.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 14.0, 46.0
-WIDE = 0.62
+WIDE = 0.8
 """The width of a letter is about so much of its size; for judging what overlaps."""
 
 
@@ -140,6 +140,7 @@ def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: st
     x = scale_for([s.x for s in finite] + [0.9], LEFT, WIDTH - RIGHT, margin=0.14)
     y = scale_for(ys, HEIGHT - BOTTOM, TOP)
     taken = [(x(s.x) - 7, y(s.y) - 7, x(s.x) + 7, y(s.y) + 7) for s in finite]
+    taken += [(x(s.x) - 5, y(s.high), x(s.x) + 5, y(s.low)) for s in finite if math.isfinite(s.low)]
     parts = [axes(x, y, x_label, y_label)]
     for spot in finite:
         px, py = x(spot.x), y(spot.y)
@@ -165,7 +166,9 @@ def _free_place(
     ):
         left = x + side if anchor == "start" else x + side - width
         box = (left, y + rise - 8, left + width, y + rise + 6)
-        inside = box[0] >= LEFT and box[2] <= WIDTH and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
+        inside = (
+            box[0] >= LEFT and box[2] <= WIDTH - 2 and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
+        )
         if inside and not any(_overlap(box, other) for other in taken):
             taken.append(box)
             return x + side, y + rise + 4.5, anchor

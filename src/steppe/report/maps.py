@@ -12,9 +12,9 @@ from steppe.analysis import Landscape
 from steppe.report.svg import Scale, number, shown, tag, text
 
 # Cividis at sixteen even places: perceived alike with and without full colour vision.
-CIVIDIS = tuple(
-    "00224e 002e6c 1e3a6f 35456c 47516c 575d6d 666970 757575"
-    " 848279 948e77 a59c74 b7a96e c8b866 dbc75a eed649 fee838".split()
+CIVIDIS = (
+    *("00224e", "002e6c", "1e3a6f", "35456c", "47516c", "575d6d", "666970", "757575"),
+    *("848279", "948e77", "a59c74", "b7a96e", "c8b866", "dbc75a", "eed649", "fee838"),
 )
 LEVELS = 9
 SIZE, MARGIN = 300.0, 44.0
@@ -99,14 +99,12 @@ def landscape_map(name: str, surface: Landscape, heights: Heights) -> str:
         tag("path", d=cross, class_="centre"),
         *_edges(far),
     ]
-    side = number(SIZE + 2 * MARGIN)
+    box = f"0 {number(MARGIN - 8)} {number(SIZE + MARGIN + 12)} {number(SIZE + MARGIN + 8)}"
     summary = (
         f"Map of the loss around the weights of {name}: {shown(surface.centre, 3)} at the centre, "
         f"shared colour scale from {shown(heights.low, 3)} to {shown(heights.high, 3)}."
     )
-    return tag(
-        "svg", *parts, viewBox=f"0 0 {side} {side}", role="img", aria_label=summary, class_="map"
-    )
+    return tag("svg", *parts, viewBox=box, role="img", aria_label=summary, class_="map")
 
 
 def _edges(far: float) -> list[str]:

@@ -110,7 +110,9 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
     for index, s in spectra.items():
         name = gathered.rows[index].label
         largest = f"λmax = {shown(s.largest, 3)}"
-        told = f"{shown(s.largest)} ± {shown(s.largest_residual, 1)}"
+        told = shown(s.largest)
+        if s.largest_residual > 1e-4 * abs(s.largest):  # else all figures shown are right
+            told += f" ± {shown(s.largest_residual, 1)}"
         trace = f"{shown(s.trace)} ± {shown(s.trace_error, 2)}"
         points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))
         labels = ("eigenvalue of the Hessian", "density")
@@ -120,7 +122,7 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
         negative = shown(s.smallest)
         probes = f"{s.steps} × {s.probes}"
         rows.append((name, told, negative, trace, probes, str(s.origin["bn"])))
-    header = ("method", "largest ± residual", "smallest", "trace ± error", "products", "BatchNorm")
+    header = ("method", "largest eigenvalue", "smallest", "trace ± error", "products", "BatchNorm")
     about = (
         "All on common axes: the narrower, the flatter. The density is smoothed and logarithmic. "
         + _origin(next(iter(spectra.values())).origin)

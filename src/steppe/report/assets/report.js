@@ -18,12 +18,12 @@
   function camera(width, height) {
     const sinA = Math.sin(view.azimuth), cosA = Math.cos(view.azimuth);
     const sinE = Math.sin(view.elevation), cosE = Math.cos(view.elevation);
-    const size = 0.31 * Math.min(width, height * 1.25) * view.zoom;
+    const size = 0.29 * Math.min(width, height * 1.25) * view.zoom;
     return (x, y, z) => {
       const across = x * cosA - y * sinA, deep = x * sinA + y * cosA;
       const up = z * cosE + deep * sinE, far = deep * cosE - z * sinE;
       const scale = (size * 6) / (6 + far);
-      return [width / 2 + across * scale, height * 0.52 - up * scale, far];
+      return [width / 2 + across * scale, height * 0.43 - up * scale, far];
     };
   }
 
@@ -83,10 +83,11 @@
     context.fillStyle = soft;
     context.font = `${Math.max(11, width / 34)}px system-ui, sans-serif`;
     context.textAlign = "center";
-    const named = [["d₂", 1.16, -1.0], ["d₁", -1.0, 1.16]];
-    for (const [name, x, y] of named) {
-      const [px, py] = project(x, y, -0.56);
-      context.fillText(name, px, py + 4);
+    const nearer = (p, q) => (project(...p)[2] < project(...q)[2] ? p : q);
+    const d2 = nearer([0, -1.22, -0.56], [0, 1.22, -0.56]), d1 = nearer([-1.22, 0, -0.56], [1.22, 0, -0.56]);
+    for (const [name, at] of [["d₁", d1], ["d₂", d2]]) {
+      const [x, y] = project(...at);
+      context.fillText(name, x, y + 4);
     }
     upright(context, project, surface);
     canvas.dataset.azimuth = view.azimuth.toFixed(4);

@@ -1,0 +1,194 @@
+"""The page as text: what it shows, what it leaves out, and that nobody can write into it."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from steppe.lab.runs import Run
+from steppe.report.gathered import Gathered
+from steppe.report.maps import contour, grid_of, heights_of
+from steppe.report.page import page
+from steppe.report.subjects import compared, find_comparison, find_results
+from steppe.report.svg import Scale, scale_for
+
+EVIL = "<script>alert(1)</script>\"'&"
+VOID = {"meta"}
+
+
+class Checker(HTMLParser):
+    """Fails on a tag that closes what is not open, and collects elements."""
+
+    def __init__(self, markup):
+        super().__init__()
+        self.open, self.found, self.words = [], [], []
+        self.feed(markup)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.found)
+
+
+@pytest.fixture
+def gathered(in_lab):
+    names = ["comparison.json"]
+    return Gathered(find_comparison(names, in_lab / "runs"), names)
+
+
+def test_every_section_is_there_and_the_markup_is_sound(gathered):
+    checked = Checker(page(gathered))
+    keys = [a["id"] for tag, a in checked.found if tag == "section"]
+    assert keys == ["result", "accuracy", "convergence", "cost", "landscapes", "spectra", "radius", "sharpness", "provenance"]  # fmt: skip
+    assert checked.count("canvas") == 3
+    ids = [a["id"] for _, a in checked.found if "id" in a]
+    assert len(ids) == len(set(ids))
+    linked = {a["href"][1:] for tag, a in checked.found if tag == "a"}
+    assert linked == set(keys)
+
+
+def test_the_table_and_the_sentence_are_the_comparisons_own(gathered):
+    words = " ".join(Checker(page(gathered)).words)
+    assert gathered.comparison.sentence() in words
+    for row in gathered.rows:
+        mean = sum(row.values("test", "accuracy")) / 2
+        assert f"{mean:.2f} ± " in words
+        assert row.results[0].config.method in words
+    assert torch.__version__ in words
+    assert gathered.rows[0].results[0].folder.name in words
+
+
+def test_the_page_asks_for_nothing(gathered):
+    made = page(gathered)
+    for _, attributes in Checker(made).found:
+        for name in ("src", "href", "xlink:href", "action", "poster"):
+            assert attributes.get(name, "#").startswith(("#", "data:image/png"))
+    assert "default-src 'none'" in made
+    assert not re.search(r"url\((?!#)|@import|https?://", made)
+
+
+def test_what_is_absent_is_named_with_its_command(in_lab):
+    name = ["digits-rwp-seed?-*"]
+    made = page(Gathered(find_comparison(name, in_lab / "runs"), name, in_lab / "runs"))
+    words = "".join(Checker(made).words)
+    assert '<section id="landscapes"' not in made
+    for kind in ("landscape", "spectrum", "radius", "sharpness"):
+        assert f"steppe analyze {kind} 'digits-rwp-seed?-*' --store" in words
+
+
+def test_what_users_write_stays_text(gathered):
+    rows = []
+    for row in gathered.rows:
+        results = tuple(
+            dataclasses.replace(
+                r,
+                config=dataclasses.replace(r.config, data=EVIL, recipe=EVIL),
+                data_note=EVIL,
+                environment={**r.environment, "processor": EVIL},
+            )
+            for r in row.results
+        )
+        rows.append(dataclasses.replace(row, label=f"{EVIL}{row.label}", results=results))
+    config = gathered.comparison.config.replace(data=EVIL, model=EVIL)
+    evil = dataclasses.replace(gathered.comparison, config=config, rows=tuple(rows))
+    made = page(Gathered(evil, [EVIL]))
+    plain = Checker(page(gathered))
+    checked = Checker(made)
+    assert checked.count("script") == plain.count("script") == 2
+    assert EVIL in " ".join(checked.words)
+    assert [tag for tag, _ in checked.found] == [tag for tag, _ in plain.found]
+
+
+def test_a_run_folder_with_a_tag_in_its_name(gathered, tmp_path):
+    folder = gathered.rows[0].results[0].folder
+    evil = tmp_path / "<script>alert(2)<"
+    evil.symlink_to(folder)
+    first = gathered.rows[0]
+    moved = tuple(dataclasses.replace(r, folder=evil) for r in first.results)
+    rows = (dataclasses.replace(first, results=moved), *gathered.rows[1:])
+    made = page(Gathered(dataclasses.replace(gathered.comparison, rows=rows), ["x"]))
+    assert "<script>alert(2)" not in made
+    assert "&lt;script&gt;alert(2)&lt;" in made
+
+
+def test_runs_make_the_comparison_that_they_were_part_of(gathered, in_lab):
+    again = find_comparison(["digits-*"], in_lab / "runs")
+    assert {row.label for row in again.rows} == {row.label for row in gathered.rows}
+    assert again.baseline.label == "SGD"
+    for row in gathered.rows[1:]:
+        other = again.row(row.spec)
+        assert other.difference.mean == pytest.approx(row.difference.mean)
+        assert other.difference.p == pytest.approx(row.difference.p)
+
+
+def test_only_common_seeds_are_paired(in_lab):
+    results = find_results(["digits-*"], in_lab / "runs")
+    few = [r for r in results if not (r.config.method == "sam:rho=0.1" and r.config.seed == 0)]
+    assert compared(few).seeds == (1,)
+    lonely = [r for r in results if (r.config.seed == 0) == (r.config.method == "sgd")]
+    with pytest.raises(Exception, match="share no seed"):
+        compared(lonely)
+    other = dataclasses.replace(results[0], config=results[0].config.replace(data="diabetes"))
+    with pytest.raises(Exception, match="different data \\(diabetes, digits\\)"):
+        compared([*results, other])
+
+
+def test_settings_that_differ_tell_rows_apart(in_lab):
+    results = find_results(["digits-sgd-*"], in_lab / "runs")
+    slow = [dataclasses.replace(r, config=r.config.replace(lr=0.01)) for r in results]
+    assert [row.label for row in compared([*results, *slow]).rows] == ["SGD", "SGD (lr 0.01)"]
+
+
+def test_holes_of_a_landscape_stay_holes(gathered):
+    stored = gathered.analyses["landscape"][0]
+    torn = stored.result.loss.clone()
+    torn[0, 0], torn[3, 2] = float("nan"), float("inf")
+    surface = dataclasses.replace(stored.result, loss=torn)
+    heights = heights_of([surface])
+    grid = grid_of(surface, heights)
+    assert [grid[0][0], grid[3][2]] == [None, None]
+    known = [h for row in grid for h in row if h is not None]
+    assert (min(known), max(known)) == (0, 1)
+    gathered.analyses["landscape"][0] = dataclasses.replace(stored, result=surface)
+    made = page(gathered)
+    assert "2 points not finite" in made
+    data = re.search(r'id="data">(.*?)</script>', made).group(1)
+    assert json.loads(data)["surfaces"]["0"]["heights"][0][0] is None
+
+
+def test_contours_lie_where_the_level_is():
+    """On a plane z = x the line of level 0.5 is straight, in the middle."""
+    grid = [[j / 4 for j in range(5)] for _ in range(5)]
+    d = contour(grid, 0.6, Scale(0, 4, 0, 4))
+    xs = [float(x) for x in re.findall(r"[ML]([0-9.]+) ", d)]
+    assert len(xs) == 8
+    assert set(xs) == {2.4}
+
+
+def test_scales():
+    linear = scale_for([0, 10], 0, 100, margin=0)
+    assert linear(5) == 50
+    assert linear.ticks() == [0, 2, 4, 6, 8, 10]
+    log = scale_for([1, 1000], 0, 3, log=True, margin=0)
+    assert log(100) == pytest.approx(2)
+    assert log.ticks() == [1, 10, 100, 1000]
+    assert scale_for([3.0, 3.0, float("nan")], 0, 1)(3.0) == pytest.approx(0.5)
+
+
+def test_the_same_run_is_counted_once(in_lab):
+    results = find_results(["digits-sgd-*", "comparison.json"], in_lab / "runs")
+    assert len(results) == len({r.config.identity for r in results}) == 8
+    assert all(Run(r.folder).status == "finished" for r in results)

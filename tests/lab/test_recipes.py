@@ -131,6 +131,7 @@ def test_each_family_trains(name):
     data = wrap((images[:8], labels[:8]), (images[8:], labels[8:]), classes=10)
     config = recipe(name, "m-arwp").replace(
         width=width,
+        channels_last=name == "cifar10-resnet18",  # the others have too few channels when narrow
         steps=2,
         batch=4,
         warmup=0,

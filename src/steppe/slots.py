@@ -138,8 +138,9 @@ class Block:
 def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """‖·‖ of each filter of one tensor, accumulated in `dtype`.
 
-    >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.float32)
-    tensor([5., 2.])
+    Examples:
+        >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.float32)
+        tensor([5., 2.])
     """
     if tensor.is_sparse:
         tensor = tensor.to_dense()

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 def bayes_smoothness(alpha: float, beta: float, sigma: float) -> float:
     """Smoothness of the Bayes loss `E L(w + eps)`: `min(alpha / sigma, beta)` (Theorem 1).
 
-    >>> bayes_smoothness(alpha=1.0, beta=10.0, sigma=0.2)
-    5.0
+    Examples:
+        >>> bayes_smoothness(alpha=1.0, beta=10.0, sigma=0.2)
+        5.0
     """
     return mixed_smoothness(alpha, beta, sigma, lam=1.0)
 
@@ -25,8 +26,9 @@ def mixed_smoothness(alpha: float, beta: float, sigma: float, lam: float) -> flo
 
     `min(lam alpha / sigma + (1 - lam) beta, beta)`.
 
-    >>> mixed_smoothness(alpha=1.0, beta=10.0, sigma=0.2, lam=0.5)
-    7.5
+    Examples:
+        >>> mixed_smoothness(alpha=1.0, beta=10.0, sigma=0.2, lam=0.5)
+        7.5
     """
     _check(alpha=alpha, beta=beta)
     _check_at_least_zero(sigma=sigma)
@@ -39,8 +41,9 @@ def mixed_smoothness(alpha: float, beta: float, sigma: float, lam: float) -> flo
 def noise_floor(beta: float, sigma: float, d: int, lam: float = 1.0) -> float:
     """What the gradient bound does not fall below: `2 beta² lam² sigma² d`.
 
-    >>> noise_floor(beta=2.0, sigma=0.25, d=8, lam=0.5)
-    1.0
+    Examples:
+        >>> noise_floor(beta=2.0, sigma=0.25, d=8, lam=0.5)
+        1.0
     """
     _check(beta=beta, d=d)
     _check_at_least_zero(sigma=sigma)
@@ -53,8 +56,9 @@ def batch_factor(lam: float, *, same_batch: bool = False) -> float:
 
     At `lam = 1/2` it is 1/2, exactly what plain training gains from a doubled batch.
 
-    >>> batch_factor(0.5), batch_factor(0.5, same_batch=True)
-    (0.5, 1.0)
+    Examples:
+        >>> batch_factor(0.5), batch_factor(0.5, same_batch=True)
+        (0.5, 1.0)
     """
     _check_lam(lam)
     return 1.0 if same_batch else 2 * lam**2 - 2 * lam + 1
@@ -80,8 +84,9 @@ def gradient_bound(
     `gamma0 < 1 / beta`, and f the `batch_factor`. The printed `log T` stands for the sum of 1/t up
     to T, which is larger by up to 1; `exact_sum=True` uses the sum, and is what holds for every T.
 
-    >>> round(gradient_bound(100, gap=1, gamma0=0.5, beta=1, M=1, sigma=0.1, d=10), 4)
-    1.0835
+    Examples:
+        >>> round(gradient_bound(100, gap=1, gamma0=0.5, beta=1, M=1, sigma=0.1, d=10), 4)
+        1.0835
     """
     _check(steps=steps, gamma0=gamma0, beta=beta, d=d)
     _check_at_least_zero(gap=gap, M=M, sigma=sigma)
@@ -141,9 +146,10 @@ def lemma(alpha: float, beta: float, sigma: float) -> Lemma:
     1) The Bayes loss at sigma is smoother than L; 2) the mixed loss at `sigma / lam` with lam in
     `((beta sigma - alpha) / alpha, 1)` is smoother than the Bayes loss at sigma.
 
-    >>> case = lemma(alpha=1.0, beta=10.0, sigma=0.15)
-    >>> case.lam_range, round(case.bayes, 3), round(case.mixed(case.best_lam), 3)
-    ((0.5, 1.0), 6.667, 6.25)
+    Examples:
+        >>> case = lemma(alpha=1.0, beta=10.0, sigma=0.15)
+        >>> case.lam_range, round(case.bayes, 3), round(case.mixed(case.best_lam), 3)
+        ((0.5, 1.0), 6.667, 6.25)
     """
     _check(alpha=alpha, beta=beta, sigma=sigma)
     if not alpha < beta * sigma < 2 * alpha:

@@ -100,7 +100,7 @@ def test_kill_at_any_moment_loses_nothing_but_steps(tmp_path):
         "--store",
         str(tmp_path / "killed"),
     ]
-    for target in (1, 90, 230):
+    for target in (1, 190):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         reached = -1
         while reached < target and process.poll() is None:

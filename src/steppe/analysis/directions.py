@@ -20,9 +20,10 @@ def filter_norms(weight: Tensor) -> Tensor:
 
     A vector or scalar is one filter.
 
-    >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
-    tensor([[5.],
-            [2.]])
+    Examples:
+        >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+        tensor([[5.],
+                [2.]])
     """
     if weight.ndim < 2:
         return weight.square().sum().sqrt()

@@ -55,11 +55,12 @@ def top_eigs(
     multiple eigenvalue; where several values of one end are wanted, further runs orthogonal to
     those found look for copies that were missed. The basis takes `8 * steps` bytes a weight.
 
-    >>> model = torch.nn.Linear(3, 1, bias=False).double()
-    >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0])).double(), torch.zeros(3, 1).double()
-    >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean() * 1.5, data)
-    >>> [round(value, 6) for value in top_eigs(problem, k=2, tol=1e-9).values.tolist()]
-    [9.0, 4.0]
+    Examples:
+        >>> model = torch.nn.Linear(3, 1, bias=False).double()
+        >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0])).double(), torch.zeros(3, 1).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean() * 1.5, data)
+        >>> [round(value, 6) for value in top_eigs(problem, k=2, tol=1e-9).values.tolist()]
+        [9.0, 4.0]
     """
     _check(problem, k, smallest, tol, max_steps)
     origin = problem.describe()

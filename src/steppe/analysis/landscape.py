@@ -79,12 +79,13 @@ def landscape(
     paper's grid; an odd `n` has the trained weights at its centre. `fast` folds BatchNorm into
     the convolutions where that is exact.
 
-    >>> model = torch.nn.Linear(2, 2, bias=False).double()
-    >>> _ = model.weight.data.copy_(torch.eye(2))
-    >>> data = torch.eye(2).double(), torch.eye(2).double()
-    >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean(), data)
-    >>> landscape(problem, n=3).loss[1, 1].item()
-    0.0
+    Examples:
+        >>> model = torch.nn.Linear(2, 2, bias=False).double()
+        >>> _ = model.weight.data.copy_(torch.eye(2))
+        >>> data = torch.eye(2).double(), torch.eye(2).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean(), data)
+        >>> landscape(problem, n=3).loss[1, 1].item()
+        0.0
     """
     if n < 2 or not (span > 0 and math.isfinite(span)):
         raise ValueError(f"n must be at least 2 and span above 0, got n={n}, span={span}.")

@@ -12,8 +12,9 @@ from torch import Tensor
 def weighted_mean(rows: Tensor, sizes: Sequence[float]) -> tuple[Tensor, Tensor]:
     """The mean over dimension 0 weighed by size, and its standard error (NaN for one row).
 
-    >>> weighted_mean(torch.tensor([1.0, 3.0, 5.0]), [1, 1, 2])[0]
-    tensor(3.5000)
+    Examples:
+        >>> weighted_mean(torch.tensor([1.0, 3.0, 5.0]), [1, 1, 2])[0]
+        tensor(3.5000)
     """
     n = len(rows)
     weights = torch.tensor(sizes, dtype=rows.dtype) / sum(sizes)

@@ -35,11 +35,12 @@ class Problem:
     `params` restricts the analysis to some parameters (per layer): names, patterns such as
     `"layer1.*"`, or the parameters themselves. By default, all that require gradients.
 
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
-    >>> half_squares = lambda out, y: (out - y).square().mean() / 2
-    >>> Problem(model, half_squares, (torch.eye(2), torch.zeros(2, 1))).value()
-    6.25
+    Examples:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> half_squares = lambda out, y: (out - y).square().mean() / 2
+        >>> Problem(model, half_squares, (torch.eye(2), torch.zeros(2, 1))).value()
+        6.25
     """
 
     model: nn.Module

@@ -77,12 +77,13 @@ def perturbation_curve(
     order says `L + r²/2 mean(u'Hu)`, which for isotropic directions is `L + r² tr(H)/2d`, and
     `L + r ‖g‖ + r²/2 v'Hv` with `v = g/‖g‖` for SAM.
 
-    >>> model = torch.nn.Linear(2, 1, bias=False).double()
-    >>> _ = model.weight.data.zero_()
-    >>> data = torch.eye(2).double(), torch.zeros(2, 1).double()
-    >>> problem = Problem(model, lambda out, y: (out - y).square().mean(), data)
-    >>> perturbation_curve(problem, [1.0, 2.0], kinds=["random"]).loss
-    tensor([[0.5000, 2.0000]], dtype=torch.float64)
+    Examples:
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> _ = model.weight.data.zero_()
+        >>> data = torch.eye(2).double(), torch.zeros(2, 1).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().mean(), data)
+        >>> perturbation_curve(problem, [1.0, 2.0], kinds=["random"]).loss
+        tensor([[0.5000, 2.0000]], dtype=torch.float64)
     """
     lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
     count = min(16, problem.size) if directions is None else directions

@@ -64,12 +64,13 @@ def sharpness(
     c is 1, or `|w|` if `adaptive` (ASAM's scaling, which does not change when layers are rescaled).
     To second order at a minimum, average is `rho² tr(H)/2d` and worst `rho² lambda_max/2`.
 
-    >>> model = torch.nn.Linear(2, 1, bias=False).double()
-    >>> _ = model.weight.data.zero_()
-    >>> data = torch.diag(torch.tensor([2.0, 1.0])).double(), torch.zeros(2, 1).double()
-    >>> problem = Problem(model, lambda out, y: (out - y).square().mean(), data)
-    >>> round(sharpness(problem, rho=0.1, steps=50).value, 6)   # lambda_max is 4
-    0.02
+    Examples:
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> _ = model.weight.data.zero_()
+        >>> data = torch.diag(torch.tensor([2.0, 1.0])).double(), torch.zeros(2, 1).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().mean(), data)
+        >>> round(sharpness(problem, rho=0.1, steps=50).value, 6)   # lambda_max is 4
+        0.02
     """
     _check(rho, case, m, draws, steps)
     parts = -(-problem.samples // m)

@@ -68,12 +68,13 @@ def spectrum(
     weights are rescaled. `width` of the smoothing kernel is relative to the range of the nodes,
     and at least two grid steps. With as many steps as weights the quadrature is exact.
 
-    >>> model = torch.nn.Linear(3, 1, bias=False).double()
-    >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0])).double(), torch.zeros(3, 1).double()
-    >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean() * 1.5, data)
-    >>> result = spectrum(problem, steps=3, probes=1)
-    >>> round(result.trace, 6), round(result.largest, 6)
-    (14.0, 9.0)
+    Examples:
+        >>> model = torch.nn.Linear(3, 1, bias=False).double()
+        >>> data = torch.diag(torch.tensor([3.0, 2.0, 1.0])).double(), torch.zeros(3, 1).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean() * 1.5, data)
+        >>> result = spectrum(problem, steps=3, probes=1)
+        >>> round(result.trace, 6), round(result.largest, 6)
+        (14.0, 9.0)
     """
     for name, value in {"steps": steps, "probes": probes}.items():
         if value < 1:

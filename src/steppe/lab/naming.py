@@ -15,8 +15,9 @@ from typing import Any
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     """The error for a name that does not exist, with the nearest ones that do.
 
-    >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
-    No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
+    Examples:
+        >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
+        No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
     """
     valid = list(valid)
     near = difflib.get_close_matches(name.lower(), valid, n=3, cutoff=0.5)
@@ -42,8 +43,9 @@ def check_options(owner: str, function: Callable[..., Any], options: Mapping[str
 def user_function(name: str) -> Callable[..., Any]:
     """The function behind `package.module:function`; modules of the working folder count too.
 
-    >>> user_function("math:sqrt")(9)
-    3.0
+    Examples:
+        >>> user_function("math:sqrt")(9)
+        3.0
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:

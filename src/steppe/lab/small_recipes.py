@@ -81,8 +81,8 @@ def cifar10_small_vgg16_bn(method: str = "sgd") -> Config:
 
 
 def cifar10_small_wrn(method: str = "sgd") -> Config:
-    """CIFAR-10 at CPU size with WRN-16-4 of a quarter width."""
-    return parse(method).apply(CIFAR_SMALL.replace(model="wrn-16-4"))
+    """CIFAR-10 at CPU size with WRN-16-2."""
+    return parse(method).apply(CIFAR_SMALL.replace(model="wrn-16-2", width=1.0))
 
 
 def cifar10_small_vit(method: str = "sgd") -> Config:

@@ -106,8 +106,9 @@ AUGMENTATIONS: dict[str, type[Flip | Crop | Cutout | RandAugment]] = {
 def parse(text: str) -> Augmentation:
     """The augmentation that a text names, with its options behind a colon.
 
-    >>> parse("cutout:size=8,probability=1")
-    Cutout(size=8, probability=1)
+    Examples:
+        >>> parse("cutout:size=8,probability=1")
+        Cutout(size=8, probability=1)
     """
     name, _, rest = text.partition(":")
     if name not in AUGMENTATIONS:

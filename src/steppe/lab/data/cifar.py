@@ -89,8 +89,9 @@ def read(place: Place, names: tuple[str, ...], label_key: bytes) -> tuple[Tensor
 def averaged(images: Tensor, size: int) -> Tensor:
     """The images with each square of pixels replaced by its mean, rounded half up.
 
-    >>> averaged(torch.tensor([[[[0, 4], [4, 6]]]], dtype=torch.uint8), 1).item()
-    4
+    Examples:
+        >>> averaged(torch.tensor([[[[0, 4], [4, 6]]]], dtype=torch.uint8), 1).item()
+        4
     """
     height, width = images.shape[2:]
     if size < 1 or height % size or width % size:

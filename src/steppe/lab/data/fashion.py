@@ -27,8 +27,9 @@ def fashion_mnist(place: Place) -> Data:
 def idx(content: bytes, name: str) -> Tensor:
     """The bytes of an idx file as a tensor: 0, 0, 8 (bytes), dimensions, sizes, values.
 
-    >>> idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example")
-    tensor([7, 8, 9], dtype=torch.uint8)
+    Examples:
+        >>> idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example")
+        tensor([7, 8, 9], dtype=torch.uint8)
     """
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
         raise ValueError(f"{name} is not an idx file of bytes: it begins with {content[:4]!r}.")

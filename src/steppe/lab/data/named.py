@@ -54,9 +54,10 @@ def load(
     the augmentations of training batches (None: the usual ones of the data set, (): none).
     Other options are the data set's own.
 
-    >>> data = load("digits", label_noise=0.2)
-    >>> len(data.train), len(data.test), data.note
-    (400, 1397, '400 training images of 1797, the rest test; 20% of the training labels replaced at random')
+    Examples:
+        >>> data = load("digits", label_noise=0.2)
+        >>> len(data.train), len(data.test), data.note
+        (400, 1397, '400 training images of 1797, the rest test; 20% of the training labels replaced at random')
     """
     if name in BUILT_IN:
         check_options(name, lambda: None, options)

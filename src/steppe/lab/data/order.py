@@ -17,8 +17,9 @@ def epoch_order(
     an independent permutation of the same data: the second batch of a method that takes two per
     step. The last partial batch is kept, as in the paper, unless `drop_last`.
 
-    >>> [len(b) for b in epoch_order(10, 4, seed=0, epoch=0)]
-    [4, 4, 2]
+    Examples:
+        >>> [len(b) for b in epoch_order(10, 4, seed=0, epoch=0)]
+        [4, 4, 2]
     """
     if n < 1 or batch < 1:
         raise ValueError(f"n and batch must be at least 1, got n={n} and batch={batch}.")
@@ -35,8 +36,9 @@ def epoch_order(
 def sequential_order(n: int, batch: int) -> list[Tensor]:
     """Batches in storage order, for evaluation.
 
-    >>> sequential_order(3, 2)
-    [tensor([0, 1]), tensor([2])]
+    Examples:
+        >>> sequential_order(3, 2)
+        [tensor([0, 1]), tensor([2])]
     """
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}.")

@@ -14,10 +14,11 @@ import torch
 def mix(*keys: int | str) -> int:
     """One 63-bit seed from several keys; any change of a key gives an unrelated seed.
 
-    >>> mix("order", 0, 1) == mix("order", 0, 1)
-    True
-    >>> mix("order", 0, 1) == mix("order", 1, 0)
-    False
+    Examples:
+        >>> mix("order", 0, 1) == mix("order", 0, 1)
+        True
+        >>> mix("order", 0, 1) == mix("order", 1, 0)
+        False
     """
     digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
     # torch's CPU generator keeps the low 32 bits of a seed, hence a hash and not a sum of keys.

@@ -13,9 +13,10 @@ def stratified(targets: Tensor, size: int, *, seed: int, key: str = "subset") ->
 
     Floating-point targets have no classes; the subset is then plainly random.
 
-    >>> targets = torch.tensor([0] * 60 + [1] * 30)
-    >>> torch.bincount(targets[stratified(targets, 9, seed=0)]).tolist()
-    [6, 3]
+    Examples:
+        >>> targets = torch.tensor([0] * 60 + [1] * 30)
+        >>> torch.bincount(targets[stratified(targets, 9, seed=0)]).tolist()
+        [6, 3]
     """
     n = len(targets)
     if not 1 <= size <= n:

@@ -70,9 +70,10 @@ def wrap(
     Floating-point targets mean regression. The class count is read from the targets, or from a
     dataset's `classes`, unless given.
 
-    >>> data = wrap((torch.randn(8, 3), torch.randn(8)), (torch.randn(4, 3), torch.randn(4)))
-    >>> data.task, data.shape, len(data.train)
-    ('regression', (3,), 8)
+    Examples:
+        >>> data = wrap((torch.randn(8, 3), torch.randn(8)), (torch.randn(4, 3), torch.randn(4)))
+        >>> data.task, data.shape, len(data.train)
+        ('regression', (3,), 8)
     """
     splits = [as_split(source, name) for source in (train, test)]
     held_out = None if validation is None else as_split(validation, name)

@@ -8,8 +8,9 @@ SMALL_IMAGE = 64  # up to this size: CIFAR's form of a network, above it ImageNe
 def scaled(channels: int, width: float) -> int:
     """Channels times the width multiplier, at least one.
 
-    >>> scaled(64, 0.25), scaled(512, 0.25), scaled(64, 0.001)
-    (16, 128, 1)
+    Examples:
+        >>> scaled(64, 0.25), scaled(512, 0.25), scaled(64, 0.001)
+        (16, 128, 1)
     """
     if not width > 0:
         raise ValueError(f"width must be above 0, got {width}.")

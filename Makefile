@@ -25,7 +25,7 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, look at their mini
 	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
 		--store $(DEMO) --out $(DEMO)/clean.json
 	@echo; echo "How flat are the minima? Landscape, spectrum, radius and sharpness of one run a method:"; echo
-	$(BIN)/steppe analyze landscape $(DEMO)/noisy.json --n 31 --store $(DEMO)
+	$(BIN)/steppe analyze landscape $(DEMO)/noisy.json --n 25 --store $(DEMO)
 	$(BIN)/steppe analyze spectrum $(DEMO)/noisy.json --store $(DEMO)
 	$(BIN)/steppe analyze radius $(DEMO)/noisy.json --store $(DEMO)
 	$(BIN)/steppe analyze sharpness $(DEMO)/noisy.json --store $(DEMO)

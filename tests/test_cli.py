@@ -27,7 +27,8 @@ def steppe_says(capsys, *arguments, code=0):
 
 def test_help_and_version(capsys):
     out, _ = steppe_says(capsys, "--help")
-    for name in ("train", "compare", "sweep", "recipes", "runs", "table", "data"):
+    names = ("train", "compare", "sweep", "recipes", "runs", "table", "data")
+    for name in (*names, "analyze", "figure", "report"):
         assert f"\n  {name} " in out
     assert steppe_says(capsys, "--version")[0] == f"steppe {steppe.__version__}\n"
     with pytest.raises(SystemExit) as leaving:

@@ -58,6 +58,7 @@ def test_the_wheel_builds_installs_and_imports(tmp_path):
     (wheel,) = tmp_path.glob("steppe-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "steppe/py.typed" in names
+    assert {"steppe/report/assets/report.css", "steppe/report/assets/report.js"} <= set(names)
     assert not any(name.startswith(("tests", "examples")) for name in names)
     run(sys.executable, "-m", "venv", "--system-site-packages", str(tmp_path / "venv"))
     python = tmp_path / "venv" / ("Scripts" if sys.platform == "win32" else "bin") / "python"

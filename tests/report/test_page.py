@@ -192,3 +192,17 @@ def test_the_same_run_is_counted_once(in_lab):
     results = find_results(["digits-sgd-*", "comparison.json"], in_lab / "runs")
     assert len(results) == len({r.config.identity for r in results}) == 8
     assert all(Run(r.folder).status == "finished" for r in results)
+
+
+def test_one_seed_a_diverged_row_and_a_metric_that_should_be_low(in_lab, tmp_path, monkeypatch):
+    from steppe.cli import run
+
+    monkeypatch.chdir(tmp_path)
+    quick = ["--data", "diabetes", "--steps", "3", "--seeds", "1", "--jobs", "1", "-q"]
+    assert run(["compare", "sgd", "rwp:ratio=.1", "sgd:lr=1e30", *quick, "--out", "d.json"]) == 0
+    made = page(Gathered(find_comparison(["d.json"], tmp_path / "runs"), ["d.json"]))
+    words = " ".join(Checker(made).words)
+    assert "Test rmse of the final model (lower is better)" in words
+    assert "Diverged: SGD (lr 1e+30) in 1 of 1 seeds." in words
+    assert "nan" not in re.findall(r"[a-z]+", words.lower())
+    assert not re.search(r'[ "](nan|inf)[ "]', made)

@@ -79,12 +79,18 @@ def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
         f"{mean:.{digits}f} ± {std:.{digits}f}" if row.finished else "diverged",
         _interval(row.difference, digits),
         "–" if row.difference is None else _p(row.difference),
-        signed(gap, digits).removeprefix("+"),
-        *(f"{value:.3f}" if value < 1 else f"{value:.1f}" for value in rest),
+        signed(gap, digits).removeprefix("+") if row.finished else "–",
+        *(_short(value) for value in rest),
         f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
         f"{row.cost['flops']:.2f}",
         str(len(row.finished)),
     )
+
+
+def _short(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.3f}" if value < 1 else f"{value:.1f}"
 
 
 def _digits(comparison: Comparison) -> int:
@@ -96,7 +102,7 @@ def _digits(comparison: Comparison) -> int:
 
 
 def _interval(difference: Difference | None, digits: int) -> str:
-    if difference is None:
+    if difference is None or difference.n == 0:
         return "–"
     if difference.n < 2:
         return signed(difference.mean, digits)

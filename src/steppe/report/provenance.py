@@ -54,10 +54,9 @@ def _methods(gathered: Gathered) -> str:
         own = ", ".join(f"{name} {_plain(config[name])}" for name in varying)
         seeds = ", ".join(str(result.config.seed) for result in row.results)
         folders = [r.folder.name for r in row.results if r.folder is not None]
-        trials = f"{row.chosen}{f' ({row.trials} trial runs)' if row.trials else ''}"
         kept = f"{folders[0]}{f' and {len(folders) - 1} more' if folders[1:] else ''}"
         rows.append(
-            (row.label, row.results[0].config.method, trials, own or "–", seeds,
+            (row.label, row.results[0].config.method, row.chosen, own or "–", seeds,
              kept if folders else "not in this store")
         )  # fmt: skip
     header = ("method", "as text", "strength chosen", "own settings", "seeds", "runs")

@@ -63,7 +63,7 @@ def accuracy_section(gathered: Gathered) -> Section:
         )
         told = row.difference
         if told is not None and told.n:
-            words = f"{signed(told.mean)}, {told.verdict}"
+            words = f"{signed(told.mean, 2 if example.unit else 4)}, {told.verdict}"
             hollow = told.verdict in ("no difference seen", "too few seeds")
             bounds = (told.low, told.high)
             differences.append(
@@ -87,7 +87,8 @@ def accuracy_section(gathered: Gathered) -> Section:
             "statistics tell it from zero; hollow marks: they do not."
         )
         charts.append(captioned(chart, about))
-    return Section("accuracy", f"{metric.capitalize()} with intervals", columns(charts))
+    plain = name.removesuffix(" %")
+    return Section("accuracy", f"{plain[0].upper()}{plain[1:]} with intervals", columns(charts))
 
 
 def convergence_section(gathered: Gathered) -> Section | Absent:
@@ -146,7 +147,8 @@ def cost_section(gathered: Gathered) -> Section | Absent:
             charts.append(captioned(chart, f"{about} Bars: 95 % intervals."))
     if not charts:
         return Absent("Cost", "steppe compare …")
-    return Section("cost", f"Cost against {metric}", columns(charts))
+    plain = NAMES.get(metric, metric).removesuffix(" %")
+    return Section("cost", f"Cost against {plain}", columns(charts))
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:

@@ -23,7 +23,7 @@
       const across = x * cosA - y * sinA, deep = x * sinA + y * cosA;
       const up = z * cosE + deep * sinE, far = deep * cosE - z * sinE;
       const scale = (size * 6) / (6 + far);
-      return [width / 2 + across * scale, height * 0.43 - up * scale, far];
+      return [width * 0.52 + across * scale, height * 0.43 - up * scale, far];
     };
   }
 
@@ -107,9 +107,9 @@
     context.lineTo(high[0] - 6, high[1]);
     context.stroke();
     context.textAlign = "left";
-    const edge = (at) => Math.max(3, at[0] - 10 - context.measureText(surface.high).width);
-    context.fillText(surface.low, edge(low), low[1] + 4);
-    context.fillText(surface.high, edge(high), high[1] + 4);
+    for (const [words, at] of [[surface.low, low], [surface.high, high]]) {
+      context.fillText(words, Math.max(2, at[0] - 11 - context.measureText(words).width), at[1] + 4);
+    }
   }
 
   let asked = false, moving = false;

@@ -110,6 +110,54 @@ def with_accelerate(rank, method, accumulate):
     return weights_of(model), history_of(perturber)
 
 
+def with_transformers(rank, method, accumulate):
+    """Two processes of PerturbTrainer; what it runs, by hand on the batches that it saw."""
+    environment(rank)
+    import tempfile
+
+    from accelerate.state import AcceleratorState, GradientState
+
+    from steppe.integrations.transformers import PerturbTrainer
+    from tests.integrations import test_transformers as single
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, perturb = single.make(
+            method,
+            folder,
+            kind=PerturbTrainer,
+            gradient_accumulation_steps=accumulate,
+            num_train_epochs=1,
+            ddp_backend="gloo",
+        )
+        trainer.train()
+    assert isinstance(trainer.model_wrapped, DDP)
+    model = DDP(single.language_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    perturber = steppe.attach(model, optimizer, method)
+    mine = trainer.data_collator.batches
+    assert len(mine) == 3
+    for start in range(0, len(mine), accumulate):
+        parts = mine[start : start + accumulate]
+        items = sum(part["labels"][:, 1:].ne(-100).sum() for part in parts)
+        torch.distributed.all_reduce(items)
+        for number, part in enumerate(parts, start=1):
+            model.require_backward_grad_sync = number == len(parts)
+
+            def loss_of():
+                return 2 * model(**part, num_items_in_batch=items).loss
+
+            if method.repeats_batch:
+                perturber.backward(loss_of)
+            else:
+                loss_of().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = weights_of(trainer.model), history_of(perturb.perturber)
+    return ours, (weights_of(model), history_of(perturber))
+
+
 def check(job, method, accumulate):
     found, expected = run(2, job, method, accumulate), run(2, by_hand, method, accumulate)
     for (weights, history), (their_weights, their_history) in zip(found, expected, strict=True):
@@ -127,3 +175,13 @@ def test_lightning(name):
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "sam"])
 def test_accelerate(name):
     check(with_accelerate, *METHODS[name])
+
+
+@pytest.mark.parametrize("name", ["m_arwp over ranks", "sam"])
+def test_transformers(name):
+    method, _ = METHODS[name]
+    found = run(2, with_transformers, method, 1 if name == "sam" else 3)
+    for ours, theirs in found:
+        assert equal(ours[0], theirs[0])
+        assert equal(ours[1], theirs[1])
+    assert equal(found[0][0][0], found[1][0][0]), "replicas stay bit-identical"

@@ -31,7 +31,7 @@ except ImportError as error:
     ) from error
 
 
-class Perturb(TrainerCallback, ExportableState):  # type: ignore[misc]
+class Perturb(TrainerCallback, ExportableState):
     """Train with a method of steppe's in a Transformers Trainer.
 
     Args:
@@ -43,24 +43,26 @@ class Perturb(TrainerCallback, ExportableState):  # type: ignore[misc]
     """
 
     def __init__(self, method: Method, **options: Any) -> None:
+        if isinstance(method, str):
+            raise ValueError(
+                "restore_callback_states_from_checkpoint=True makes callbacks anew from JSON, which "
+                "cannot hold a method. Leave it False: Perturb() finds its state by itself."
+            )
         check_arguments(method, options)
         self.method, self.options = method, options
         self.perturber: Perturber | None = None
         self.trainer: PassesMixin | None = None
         """Set by `PerturbTrainer`, which knows the model as it is called."""
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.perturber is not None:  # an earlier train() that ended in an exception
             self.perturber.detach()
         if self.trainer is None:
             self._check_plain_trainer(args)
-        else:
-            model = self.trainer.model_wrapped
+        model = kwargs["model"] if self.trainer is None else self.trainer.model_wrapped
         ask = "TrainingArguments(num_train_epochs=..., max_steps=...)"
         method = fill_in_length(self.method, state.max_steps, ask)
-        self.perturber = attach(model, optimizer, method, **self.options)
+        self.perturber = attach(model, kwargs["optimizer"], method, **self.options)
         name = type(self).__name__
         if state.global_step:
             self._resume(state.global_step, state.stateful_callbacks.get(name))
@@ -69,16 +71,16 @@ class Perturb(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _check_plain_trainer(self, args: Any) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self.method.repeats_batch:
-            problem = f"{self.method.name}() needs each batch twice, which no callback can give"
+            problem = f"{self.method.name}() needs each batch twice, which a callback cannot give."
         elif several:
-            problem = "with several processes steppe must see the model as Trainer wraps it"
+            problem = "With several processes steppe must see the model as Trainer wraps it."
         elif args.torch_compile:
-            problem = "with torch_compile steppe must see the compiled model"
+            problem = "With torch_compile steppe must see the compiled model."
         else:
             return
         raise RuntimeError(
-            f"{problem[0].upper()}{problem[1:]}. Use steppe.integrations.transformers."
-            "PerturbTrainer in place of transformers.Trainer, with the same arguments."
+            f"{problem} Use steppe.integrations.transformers.PerturbTrainer in place of "
+            "transformers.Trainer, with the same arguments."
         )
 
     def _resume(self, step: int, saved: dict[str, Any] | None) -> None:
@@ -100,7 +102,8 @@ class Perturb(TrainerCallback, ExportableState):  # type: ignore[misc]
         """What Trainer writes into `trainer_state.json`."""
         if self.perturber is None:
             return {}
-        return {"args": {}, "attributes": {"packed": pack(self.perturber.state_dict())}}
+        packed = pack(self.perturber.state_dict())
+        return {"args": {"method": self.method.name}, "attributes": {"packed": packed}}
 
 
 class PassesMixin:
@@ -109,11 +112,11 @@ class PassesMixin:
     model_wrapped: nn.Module
     callback_handler: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, Perturb):
                 callback.trainer = self
+        return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """All passes of a method over one micro-batch, where it needs the batch more than once."""
@@ -129,7 +132,7 @@ class PassesMixin:
         return step(*args, **kwargs)  # type: ignore[no-any-return]
 
 
-class PerturbTrainer(PassesMixin, Trainer):  # type: ignore[misc]
+class PerturbTrainer(PassesMixin, Trainer):
     """`transformers.Trainer` for `Perturb` callbacks: also SAM, several processes, torch_compile."""
 
 

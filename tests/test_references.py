@@ -48,7 +48,12 @@ class Twin:
         weights = self.perturber._engine.weights
         seed_of = Draw(self.seed, step, stream).block_seeds(weights.blocks)
         return [
-            torch.cat([b.standard_normal(seed_of(b.number)) for b in slot.blocks()])
+            torch.cat(
+                [
+                    block.standard_normal(seed_of(block.number), slot.values)
+                    for block in slot.blocks(slot.values)
+                ]
+            )
             for slot in weights.slots
         ]
 

@@ -59,13 +59,14 @@ def attach(
         ascent: of SAM under DDP: "rank" (each rank climbs by its own gradient, without communication,
             the default) or "global" (by the averaged one).
 
-    >>> model = nn.Linear(4, 2)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> perturber = attach(model, optimizer, Method("rwp", rwp(0.01).passes))
-    >>> model(torch.randn(8, 4)).square().mean().backward()
-    >>> optimizer.step()
-    >>> perturber.step
-    1
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> perturber = attach(model, optimizer, Method("rwp", rwp(0.01).passes))
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> perturber.step
+        1
     """
     optimizer, scaler = unwrap(optimizer, scaler)
     _check_kinds(model, optimizer, method, seed, scaler)

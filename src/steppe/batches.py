@@ -65,9 +65,10 @@ def slices(
     """The batch along dimension 0 in so many equal `parts`, or in parts `of` so many samples,
     each with its share of the samples.
 
-    >>> import torch
-    >>> [(part[0].tolist(), share) for part, share in slices([torch.arange(5)], of=4)]
-    [([0, 1, 2, 3], 0.8), ([4], 0.2)]
+    Examples:
+        >>> import torch
+        >>> [(part[0].tolist(), share) for part, share in slices([torch.arange(5)], of=4)]
+        [([0, 1, 2, 3], 0.8), ([4], 0.2)]
     """
     size = _batch_size(batch)
     if parts is not None and parts > size:

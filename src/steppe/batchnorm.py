@@ -45,8 +45,9 @@ def recompute_norm_stats(
     input, or dictionaries of keyword arguments; `call` says how to run the model on anything else.
     Batches count by their size. Layers other than normalisation run in evaluation mode (no dropout).
 
-    >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    >>> recompute_norm_stats(net, [(torch.randn(32, 4), None)])
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        >>> recompute_norm_stats(net, [(torch.randn(32, 4), None)])
     """
     layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     if not layers:

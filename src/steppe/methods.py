@@ -134,8 +134,9 @@ def rwp(
 
     The paper raises sigma over training: `rwp(cosine_increase(0, 0.01, steps))`.
 
-    >>> rwp(0.01).passes
-    (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False), weight=1.0, ...),)
+    Examples:
+        >>> rwp(0.01).passes
+        (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False), weight=1.0, ...),)
     """
     ratio, attention = _default_ratio(sigma, ratio, RATIO, isotropic)
     return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic)),), attention_ratio=attention)

@@ -129,8 +129,18 @@ class Perturber:
     def stats(self) -> dict[str, float]:
         """Step, strength, relative displacement ‖eps‖/‖w‖, adaptive factor (median) and counts.
 
-        Computed when asked, from the current weights: nothing is measured on the way.
+        Computed when asked, from the current weights: nothing is measured on the way. Any rank may
+        ask alone: of sharded weights the norms are those of the last pass, and what would need an
+        exchange with other ranks is NaN.
         """
+        shards = self._engine.weights.shards
+        shards.silent = True
+        try:
+            return self._stats()
+        finally:
+            shards.silent = False
+
+    def _stats(self) -> dict[str, float]:
         ledger, weights = self._engine.ledger, self._engine.weights
         stats: dict[str, float] = {"step": ledger.step, "strength": 0.0, "displacement": 0.0}
         for noise, state in ledger.states.items():

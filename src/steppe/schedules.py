@@ -65,8 +65,9 @@ class CosineIncrease(Ramp):
 def constant(value: float) -> Constant:
     """The same strength at every step; a bare number means the same.
 
-    >>> constant(0.01)(500)
-    0.01
+    Examples:
+        >>> constant(0.01)(500)
+        0.01
     """
     check_strength("value", value)
     return Constant(value)
@@ -75,8 +76,9 @@ def constant(value: float) -> Constant:
 def linear(start: float, end: float, steps: int | None = None) -> Linear:
     """A straight line from `start` to `end`.
 
-    >>> [linear(0, 1, steps=4)(t) for t in range(6)]
-    [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    Examples:
+        >>> [linear(0, 1, steps=4)(t) for t in range(6)]
+        [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
     return Linear(start, end, steps)
 
@@ -87,8 +89,9 @@ def cosine_increase(start: float, end: float, steps: int | None = None) -> Cosin
     `start + (end - start) (1 - cos(pi t / steps)) / 2`. With `steps=None` the length is filled
     in by whoever knows it (the lab, the integrations); plain `attach` asks for it.
 
-    >>> [round(cosine_increase(0, 0.01, steps=4)(t), 4) for t in range(5)]
-    [0.0, 0.0015, 0.005, 0.0085, 0.01]
+    Examples:
+        >>> [round(cosine_increase(0, 0.01, steps=4)(t), 4) for t in range(5)]
+        [0.0, 0.0015, 0.005, 0.0085, 0.01]
     """
     return CosineIncrease(start, end, steps)
 

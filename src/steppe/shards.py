@@ -28,6 +28,9 @@ class Shards:
                     self._groups.append(mesh.get_group(dim))
                     self._first = self._first and mesh.get_local_rank(dim) == 0
         self.several = bool(self._groups)
+        self.silent = False
+        """Set while somebody only looks: one rank may look alone, so nothing may be exchanged, and
+        sums that would need it are unknown (NaN)."""
 
     def offset(self, param: nn.Parameter) -> tuple[int, ...]:
         """Where this rank's part of a parameter begins, in each dimension."""
@@ -48,6 +51,8 @@ class Shards:
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the other shards."""
+        if self.silent:
+            return tensor.fill_(torch.nan)
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
         return tensor

@@ -7,6 +7,7 @@ norms and noise are the same however it is sharded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,9 +73,8 @@ class Slot:
         mine = per_filter[self.my_filters].to(self.param.device)
         return mine.view(-1, *[1] * (self.param.dim() - 1)) if self.param.dim() > 1 else mine[0]
 
-    def blocks(self) -> Iterator[Block]:
-        """The blocks of noise that this rank needs any part of."""
-        values = self.values
+    def blocks(self, values: Tensor) -> Iterator[Block]:
+        """The blocks of noise that this rank's values need any part of."""
         if values.numel() == 0:
             return
         rows = self.param.shape[0] if self.param.dim() else 1
@@ -105,32 +105,32 @@ class Block:
         first = self.slot.offset[0]
         return values[self.keep.start - first : self.keep.stop - first]
 
-    def standard_normal(self, seed: int) -> Tensor:
-        """Unit noise for this rank's part, in float32 for 16-bit parameters.
+    def standard_normal(self, seed: int, values: Tensor) -> Tensor:
+        """Unit noise for this rank's values, in float32 for 16-bit parameters.
 
         The block is always drawn at its full length and then cut: torch's normal values depend on
         how many are drawn at once. It is drawn in the parameter's own memory order, which is seven
         times faster than drawing into a channels_last tensor.
         """
-        param, values = self.slot.param, self.slot.values
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        shape = [self.stop - self.start, *param.shape[1:]] if param.dim() else []
-        flat = torch.empty(_product(shape), dtype=dtype, device=values.device)
+        full = self.slot.param.shape
+        dtype = values.dtype if values.dtype.itemsize >= 4 else torch.float32
+        shape = [self.stop - self.start, *full[1:]] if full else []
+        flat = torch.empty(math.prod(shape), dtype=dtype, device=values.device)
         standard_normal_(flat, seed)
         if len(shape) < 3 or values.is_contiguous():
-            full = flat.view(shape)
+            eps = flat.view(shape)
         else:
             strides = values.stride()
             order = [0, *sorted(range(1, len(shape)), key=lambda d: -strides[d])]
             back = [order.index(d) for d in range(len(shape))]
-            full = flat.view([shape[d] for d in order]).permute(back)
-        return self._cut(full, values)
+            eps = flat.view([shape[d] for d in order]).permute(back)
+        return self._cut(eps, values) if is_sharded(self.slot.param) else eps
 
-    def _cut(self, full: Tensor, values: Tensor) -> Tensor:
-        if not is_sharded(self.slot.param) or not full.dim():
-            return full
-        part = full[self.keep.start - self.start : self.keep.stop - self.start]
-        for dim in range(1, full.dim()):
+    def _cut(self, eps: Tensor, values: Tensor) -> Tensor:
+        if not eps.dim():
+            return eps
+        part = eps[self.keep.start - self.start : self.keep.stop - self.start]
+        for dim in range(1, eps.dim()):
             part = part.narrow(dim, self.slot.offset[dim], values.shape[dim])
         return part
 
@@ -138,18 +138,12 @@ class Block:
 def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """‖·‖ of each filter of one tensor, accumulated in `dtype`.
 
-    >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.float32)
-    tensor([5., 2.])
+    Examples:
+        >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.float32)
+        tensor([5., 2.])
     """
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     inner = tuple(range(1, tensor.dim())) or None
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=inner, dtype=dtype)
     return norms.reshape(-1)
-
-
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

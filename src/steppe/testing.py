@@ -1,7 +1,8 @@
 """The contract that every method keeps, as checks that anybody can run on a method of their own.
 
-    >>> from steppe import rwp
-    >>> check_contract(rwp(0.01))
+    Examples:
+        >>> from steppe import rwp
+        >>> check_contract(rwp(0.01))
 
 Each check raises AssertionError with what went wrong. steppe's own tests run them on every method.
 """

@@ -47,9 +47,12 @@ class Weights:
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = self.slots[0].param.device if self.slots else torch.device("cpu")
         self.sizes = self._repeat([s.param.numel() // s.filter_count for s in self.slots])
+        self._known_norms = torch.full_like(self.sizes, torch.nan)
         self._backup: dict[Slot, Tensor] = {}
         self.moved: list[Slot] = []
         """The parameters that are away from their true values, in the order of `slots`."""
+        if self.shards.several:
+            self.filter_norms()
 
     # ------------------------------------------------------------------ what there is
 
@@ -60,6 +63,8 @@ class Weights:
     def filter_norms(self, tensors: Sequence[Tensor | None] | None = None) -> Tensor:
         """‖·‖ of each filter of the weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None:
+            if self.shards.several:
+                return self._sharded_norms()
             tensors = [slot.param.detach() if slot.active else None for slot in self.slots]
         norms = [None if t is None else filter_norms(local(t), self.dtype) for t in tensors]
         if not self.shards.several:
@@ -69,6 +74,13 @@ class Weights:
             if norm is not None and self.shards.counts(slot.param):
                 squares[slot.my_filters] += norm.to(self.device).square()
         return self.shards.sum_(squares).sqrt_()
+
+    def _sharded_norms(self) -> Tensor:
+        """Norms of sharded weights; those of the last pass if somebody only looks."""
+        if not self.shards.silent:
+            weights = [slot.param.detach() if slot.active else None for slot in self.slots]
+            self._known_norms = self.filter_norms(weights)
+        return self._known_norms
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -143,17 +155,18 @@ class Weights:
         """Add Gaussian noise with this std per filter (and, if given, a factor per element)."""
         seed_of = draw.block_seeds(self.blocks)
         stds = {slot: slot.expand(std) * (draw.sign * slot.strength) for slot in self.moved}
+        values = {slot: slot.values for slot in self.moved}
 
         def noise(block: Block) -> Tensor:
-            with torch.no_grad():
-                eps = block.standard_normal(seed_of(block.number))
-                eps.mul_(block.of(stds[block.slot]))
-                return eps if factor is None else eps.mul_(factor(block.slot, block))
+            eps = block.standard_normal(seed_of(block.number), values[block.slot])
+            eps.mul_(block.of(stds[block.slot]))
+            return eps if factor is None else eps.mul_(factor(block.slot, block))
 
-        blocks = [block for slot in self.moved for block in slot.blocks()]
-        for block, eps in zip(blocks, in_order(noise, blocks, self._threads()), strict=True):
-            with torch.no_grad():
-                block.of(block.slot.values).add_(eps)
+        blocks = [block for slot in self.moved for block in slot.blocks(values[slot])]
+        drawn = in_order(noise, blocks, self._threads())
+        with torch.no_grad():
+            for block, eps in zip(blocks, drawn, strict=True):
+                block.of(values[block.slot]).add_(eps)
         self.shards.reshard()
 
     def add(self, directions: Sequence[Tensor | None], scale: Tensor) -> None:
@@ -181,7 +194,7 @@ class Weights:
         finite = self.total_norm(values, self.slots).isfinite()
         for slot, kept, value in zip(self.slots, memory, values, strict=True):
             ok = finite.to(kept.device)
-            for block in slot.blocks():
+            for block in slot.blocks(local(kept)):
                 part = block.of(local(kept))
                 new = part * decay
                 if value is not None:
@@ -191,9 +204,9 @@ class Weights:
                 part.copy_(torch.where(ok, new, part))
 
     def _threads(self) -> int:
-        total = sum(slot.param.numel() for slot in self.moved)
-        on_cpu = all(slot.param.device.type == "cpu" for slot in self.moved)
-        return torch.get_num_threads() if on_cpu and total >= PARALLEL_FROM else 1
+        if self.device.type != "cpu" or sum(s.param.numel() for s in self.moved) < PARALLEL_FROM:
+            return 1
+        return torch.get_num_threads()
 
 
 def _foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

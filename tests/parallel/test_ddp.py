@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import steppe
@@ -507,3 +509,49 @@ def test_explicit_doors_run_this_ranks_pass(door):
     assert (
         "2 passes over 2 replicas; this is replica 1 and runs pass 1 (perturbed)" in results[1][3]
     )
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def resumed(rank, folder):
+    """Six steps at once, and three steps, a distributed checkpoint, new objects, three more."""
+    method = steppe.m_arwp(0.05, eta=5.0, lam=0.3)
+
+    def fresh(seed):
+        model = DDP(mlp(dtype=torch.float64))
+        optimizer = sgd(model)
+        return model, optimizer, steppe.attach(model, optimizer, method, seed=seed)
+
+    def go(model, optimizer, steps):
+        for step in steps:
+            loss_fn(model(data(step, rank)[0]), data(step, rank)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def states(model, optimizer, perturber):
+        weights, optim = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": optim, "perturber": perturber.state_dict()}
+
+    whole = fresh(0)
+    go(*whole[:2], range(6))
+    first = fresh(0)
+    go(*first[:2], range(3))
+    dcp.save(states(*first), checkpoint_id=folder)
+    model, optimizer, perturber = second = fresh(99)
+    loaded = states(*second)
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    perturber.load_state_dict(loaded["perturber"])
+    go(model, optimizer, range(3, 6))
+    return (
+        equal(weights_of(whole[0]), weights_of(model)),
+        equal(history_of(whole[2]), history_of(perturber)),
+        perturber.step,
+    )
+
+
+def test_resume_through_distributed_checkpoint_is_bit_exact(tmp_path):
+    assert run(2, resumed, str(tmp_path)) == [(True, True, 6)] * 2

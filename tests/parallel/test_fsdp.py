@@ -163,6 +163,26 @@ def test_the_noise_does_not_depend_on_the_number_of_shards():
             assert_close(expected, found, 1e-14)
 
 
+def looks_alone(rank):
+    """Only rank 0 prints and asks for statistics, as people do."""
+    model = sharded(init_device_mesh("cpu", (2,)))
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(ratio=0.3))
+    found = []
+    for step in range(2):
+        if rank == 0:
+            assert "expected ‖eps‖/‖w‖ = 0.3" in repr(perturber)
+            found.append(perturber.stats()["displacement"])
+        loss_fn(model(data(step, rank)[0]), data(step, rank)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_one_rank_may_look_alone():
+    assert run(2, looks_alone)[0] == pytest.approx([0.3, 0.3])
+
+
 # ---------------------------------------------------------------------- HSDP
 
 

@@ -1,0 +1,172 @@
+"""Augmented batches: whole batches of bytes against the usual pipeline, one sample at a time.
+
+    python benchmarks/data.py [--quick] [--root FOLDER] [--threads 2] [--out FILE]
+
+Flip, crop with padding, Cutout and normalisation of CIFAR-10 in batches of 128, as
+`steppe.lab.data` does it and as a `Dataset` with per-image transforms in a `DataLoader` does it,
+beside a training step of the ResNet-18 that eats the batches. All are measured in turns within
+one run, so a neighbour's load falls on each alike; medians are compared. Without CIFAR-10 on
+disk random bytes of its shape take its place: the work is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from steppe.lab import data, models
+
+BATCH = 128
+AUGMENT = ("flip", "crop", "cutout")
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+class PerSample(Dataset[tuple[Tensor, int]]):
+    """CIFAR-10 the usual way: one image at a time through a list of transforms, without PIL."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels.tolist()
+        self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, STD))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.images[index].float() / 255
+        if torch.rand(()) < 0.5:
+            image = image.flip(2)
+        top, left = torch.randint(0, 9, (2,)).tolist()
+        image = F.pad(image, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
+        image = (image - self.mean) / self.std
+        if torch.rand(()) < 0.5:
+            row, column = torch.randint(0, 32, (2,)).tolist()
+            image[:, max(row - 8, 0) : row + 8, max(column - 8, 0) : column + 8] = 0
+        return image, self.labels[index]
+
+
+def whole_batches(split: data.MemorySplit) -> Iterator[tuple[Tensor, Tensor]]:
+    for epoch in itertools.count():
+        order = data.epoch_order(len(split), BATCH, seed=0, epoch=epoch, drop_last=True)
+        yield from split.batches(order, augment_seed=epoch)
+
+
+def per_sample_batches(split: data.MemorySplit) -> Iterator[tuple[Tensor, Tensor]]:
+    dataset = PerSample(split.inputs, split.labels)
+    while True:
+        yield from DataLoader(dataset, batch_size=BATCH, shuffle=True, drop_last=True)
+
+
+def training_step(width: float) -> Callable[[], None]:
+    model = models.build("resnet18", classes=10, shape=(3, 32, 32), width=width)
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    x = torch.randn(BATCH, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (BATCH,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def in_turns(
+    contenders: dict[str, tuple[Callable[[], object], int]], rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds per call of each contender, `rounds` values each, measured alternately."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, (call, repeats) in contenders.items():
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            if turn:  # the first turn warms up
+                times[name].append((time.perf_counter() - begin) * 1e3 / repeats)
+    return times
+
+
+def training_split(root: Path | None) -> tuple[data.MemorySplit, str]:
+    pipeline = data.Pipeline(mean=MEAN, std=STD)
+    try:
+        split = data.load("cifar10", root=root, augment=AUGMENT).train
+        assert isinstance(split, data.MemorySplit)
+        return split, "CIFAR-10"
+    except FileNotFoundError:
+        draws = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (50_000, 3, 32, 32), generator=draws, dtype=torch.uint8)
+        labels = torch.randint(0, 10, (50_000,), generator=draws)
+        split = data.MemorySplit(images, labels, pipeline).augmented(AUGMENT)
+        return split, "random bytes of CIFAR-10's shape"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds, narrow network only")
+    parser.add_argument("--root", type=Path, help="folder of the data sets")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+
+    split, source = training_split(options.root)
+    ours, usual = whole_batches(split), per_sample_batches(split)
+    vit = whole_batches(split.augmented(("randaugment", "crop", "flip")))
+    contenders: dict[str, tuple[Callable[[], object], int]] = {
+        "whole batch": (lambda: next(ours), 20),
+        "per sample": (lambda: next(usual), 1 if options.quick else 3),
+        "whole batch, RandAugment": (lambda: next(vit), 3),
+        "ResNet-18 step, width 16": (training_step(0.25), 1 if options.quick else 3),
+    }
+    if not options.quick:
+        contenders["ResNet-18 step, width 64"] = (training_step(1.0), 1)
+    times = in_turns(contenders, rounds=3 if options.quick else 9)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    result = {
+        "what": f"batches of {BATCH}, {', '.join(AUGMENT)}, {source}",
+        "milliseconds": {
+            name: {"median": median[name], "min": min(v), "max": max(v), "n": len(v)}
+            for name, v in times.items()
+        },
+        "speedup": median["per sample"] / median["whole batch"],
+        "share_of_step": {
+            name.removeprefix("ResNet-18 step, "): median["whole batch"] / median[name]
+            for name in times
+            if name.startswith("ResNet-18")
+        },
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    print(result["what"])
+    for name, values in times.items():
+        print(
+            f"  {name:26} {median[name]:9.2f} ms  ({min(values):.2f} to {max(values):.2f}, n={len(values)})"
+        )
+    print(f"  per sample / whole batch   {result['speedup']:9.1f}")
+    for name, share in result["share_of_step"].items():
+        print(f"  share of a step, {name:9} {share:9.2%}")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Passes in parallel: what a step costs on two processes, and what they tell each other.
+
+    python benchmarks/parallel.py [--rounds 15] [--width 1.0] [--quick] [--out FILE]
+
+ResNet-18 (CIFAR form), batch 64 per pass, one thread per process, gloo. All contenders take turns
+within one run of two processes; where one process works, the other waits. Times are the slower
+rank's, medians are compared. m-ARWP's second device buys a second batch and the flat minimum; SAM's
+would buy half of its time, which is shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import measure
+
+import steppe
+from steppe.lab import models
+
+Step = Callable[[], None]
+
+
+def contender(method: steppe.Method, batch: int, width: float, group: Any, **options: Any) -> Step:
+    """One training step of a method under DDP in the given group, with its own batch."""
+    torch.manual_seed(0)
+    model = models.build("resnet18", classes=10, shape=(3, 32, 32), width=width)
+    model = DDP(model.to(memory_format=torch.channels_last), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    perturber = steppe.attach(model, optimizer, method, **options)
+    x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (batch,))
+
+    def step() -> None:
+        perturber.backward(lambda: nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def contenders(batch: int, width: float) -> dict[str, tuple[Step, bool]]:
+    """Each contender's step, and whether both processes take part in it."""
+    alone = dist.new_group([0])
+    both = dist.group.WORLD
+    found: dict[str, tuple[Step, bool]] = {}
+    if dist.get_rank() == 0:
+        found["SGD, one process"] = (contender(steppe.sgd(), batch, width, alone), False)
+        found["SAM, one process"] = (contender(steppe.sam(), batch, width, alone), False)
+    else:
+        found["SGD, one process"] = found["SAM, one process"] = (_nothing, False)
+    half = batch // 2
+    found["SGD, two processes, half a batch each"] = (
+        contender(steppe.sgd(), half, width, both),
+        True,
+    )
+    found["SAM, two processes, half a batch each"] = (
+        contender(steppe.sam(), half, width, both),
+        True,
+    )
+    found["SGD, two processes, a batch each"] = (contender(steppe.sgd(), batch, width, both), True)
+    found["m-ARWP, two processes, a batch each"] = (
+        contender(steppe.m_arwp(0.015), batch, width, both),
+        True,
+    )
+    return found
+
+
+def _nothing() -> None:
+    return None
+
+
+def gradient_exchange(width: float) -> Step:
+    """The all-reduce of one gradient, alone."""
+    model = models.build("resnet18", classes=10, shape=(3, 32, 32), width=width)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    return lambda: dist.all_reduce(flat)
+
+
+def in_turns(steps: dict[str, tuple[Step, bool]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, (step, _) in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            spent = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if turn:  # the first turn warms up
+                times[name].append(float(spent))
+    return times
+
+
+def bytes_sent(step: Step) -> int:
+    """What this rank puts into collectives in one step, read off torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        step()
+    total = 0
+    for event in seen.events():
+        if event.name.startswith("gloo:"):
+            for shape in event.input_shapes:
+                count = 1
+                for size in shape:
+                    count *= size
+                total += 4 * count if shape else 0
+    return total
+
+
+def work(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    load = measure.environment()["load"]
+    steps = contenders(arguments.batch, arguments.width)
+    steps["all-reduce of the gradient alone"] = (gradient_exchange(arguments.width), True)
+    times = in_turns(steps, arguments.rounds)
+    volumes = {name: bytes_sent(step) for name, (step, both) in steps.items() if both}
+    climb = contender(
+        steppe.sam(), arguments.batch // 2, arguments.width, dist.group.WORLD, ascent="global"
+    )
+    climb()  # DDP settles its buckets in the first step
+    volumes["SAM, two processes, global ascent"] = bytes_sent(climb)
+    if dist.get_rank() == 0:
+        report(arguments, times, volumes, load)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(
+    arguments: argparse.Namespace,
+    times: dict[str, list[float]],
+    volumes: dict[str, int],
+    load: float,
+) -> None:
+    found = {name: measure.summary(values) for name, values in times.items()}
+    base = found["SGD, one process"]["median"]
+    floor = found["SGD, two processes, a batch each"]["median"]
+    print(
+        f"ResNet-18, width {arguments.width:g}, batch {arguments.batch} per pass, n = {arguments.rounds}"
+    )
+    print(f"{'':42}{'s a step':>10}{'quartiles':>16}{'× SGD':>8}{'MB sent':>10}")
+    for name, s in found.items():
+        sent = f"{volumes[name] / 1e6:.2f}" if name in volumes else ""
+        span = f"{s['low']:.3f}–{s['high']:.3f}"
+        print(f"{name:42}{s['median']:>10.3f}{span:>16}{s['median'] / base:>8.2f}{sent:>10}")
+    name = "SAM, two processes, global ascent"
+    print(f"{name:42}{'':34}{volumes[name] / 1e6:>10.2f}")
+    ours = found["m-ARWP, two processes, a batch each"]["median"]
+    print(
+        f"m-ARWP over two processes: {ours / base:.2f} × SGD in one, {ours / floor:.2f} × two-process SGD"
+    )
+    print(f"load before the run: {load} (two processes of our own make 2)")
+    result = {
+        "batch": arguments.batch,
+        "width": arguments.width,
+        "load_before": load,
+        "times": found,
+        "bytes": volumes,
+        "m_arwp_over_sgd": ours / base,
+        "m_arwp_over_two_process_sgd": ours / floor,
+    }
+    print("written to", measure.write("parallel", result, arguments.out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
+    parser.add_argument("--batch", type=int, default=64, help="samples per pass")
+    parser.add_argument("--width", type=float, default=1.0, help="width multiplier of the network")
+    parser.add_argument("--quick", action="store_true", help="two rounds of a narrow network")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.width, arguments.batch = 2, 0.125, 8
+    if "RANK" in os.environ:
+        work(arguments)
+        return
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    os.execv(sys.executable, [*launch, *sys.argv])
+
+
+if __name__ == "__main__":
+    main()

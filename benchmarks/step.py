@@ -1,0 +1,220 @@
+"""What a training step costs: our methods, SGD, pytorch-optimizer's SAM and the released ARWP.
+
+    python benchmarks/step.py [resnet18 vit mlp] [--rounds 15] [--threads 2] [--quick] [--out FILE]
+
+All contenders take turns within one run, each with its own copy of the network, and medians are
+compared; besides whole steps, what a one-pass method adds is measured alone (moving the weights,
+putting them back, learning from gradients that are already there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import measure
+from released import ReleasedARWP
+
+import steppe
+from steppe.lab import models
+
+Step = Callable[[], object]
+NETS = ("resnet18", "vit", "mlp")
+METHODS = {
+    "RWP": steppe.rwp(0.01),
+    "ARWP": steppe.arwp(0.01),
+    "m-RWP": steppe.m_rwp(0.015),
+    "m-ARWP": steppe.m_arwp(0.015),
+    "SAM": steppe.sam(0.05),
+    "ASAM": steppe.asam(0.5),
+    "MSAM": steppe.msam(3.0),
+}
+
+
+class Bench:
+    """A network, its batches and its optimizer, made anew for every contender."""
+
+    def __init__(self, net: str, quick: bool) -> None:
+        self.net, self.batch = net, 8 if quick else 128
+        self.width = 0.125 if quick and net != "mlp" else 1.0
+        torch.manual_seed(0)
+        self.shape = (1, 8, 8) if net == "mlp" else (3, 32, 32)
+        self.x = torch.randn(self.batch, *self.shape)
+        if net == "resnet18":
+            self.x = self.x.contiguous(memory_format=torch.channels_last)
+        self.y = torch.randint(0, 10, (self.batch,))
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        name = {"resnet18": "resnet18", "vit": "vit-s", "mlp": "mlp"}[self.net]
+        model = models.build(name, classes=10, shape=self.shape, width=self.width)
+        return model.to(memory_format=torch.channels_last) if self.net == "resnet18" else model
+
+    def loss(self, model: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(model(self.x), self.y)
+
+    def sgd(self, model: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def plain(self) -> Step:
+        model = self.model()
+        optimizer = self.sgd(model)
+
+        def step() -> None:
+            self.loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def ours(self, method: steppe.Method) -> Step:
+        model = self.model()
+        optimizer = self.sgd(model)
+        perturber = steppe.attach(model, optimizer, method)
+        batches = [()] * method.batches_needed
+
+        def step() -> None:
+            perturber.backward(lambda: self.loss(model), *batches)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def released(self) -> Step:
+        model = self.model()
+        optimizer = self.sgd(model)
+        arwp = ReleasedARWP(model, 0.01)
+
+        def step() -> None:
+            arwp.perturb()
+            self.loss(model).backward()
+            arwp.restore()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def peer_sam(self) -> Step:
+        from pytorch_optimizer import SAM
+
+        model = self.model()
+        optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=1e-3, momentum=0.9)
+
+        def step() -> None:
+            self.loss(model).backward()
+            optimizer.first_step(zero_grad=True)
+            self.loss(model).backward()
+            optimizer.second_step(zero_grad=True)
+
+        return step
+
+    def added_by(self, method: steppe.Method) -> Step:
+        """Only what a one-pass method adds to a step, on gradients that are already there."""
+        model = self.model()
+        optimizer = self.sgd(model)
+        perturber = steppe.attach(model, optimizer, method)
+        self.loss(model).backward()
+        engine = perturber._engine
+
+        def step() -> None:
+            engine.begin(0, 1.0)
+            engine.restore()
+            engine.ledger.done = [0]
+            engine.ledger.settle()
+
+        return step
+
+    def added_by_released(self) -> Step:
+        model = self.model().to(memory_format=torch.contiguous_format)  # what it is fastest on
+        arwp = ReleasedARWP(model, 0.01)
+        self.loss(model).backward()
+
+        def step() -> None:
+            arwp.perturb()
+            arwp.restore()
+
+        return step
+
+
+def in_turns(contenders: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, step in contenders.items():
+            begin = time.perf_counter()
+            step()
+            if turn:  # the first turn warms up
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def run(net: str, rounds: int, quick: bool) -> dict[str, object]:
+    bench = Bench(net, quick)
+    steps = {"SGD": bench.plain(), "ARWP, released form": bench.released()}
+    steps["SAM of pytorch-optimizer"] = bench.peer_sam()
+    steps |= {name: bench.ours(method) for name, method in METHODS.items()}
+    whole = {name: measure.summary(v) for name, v in in_turns(steps, rounds).items()}
+    del steps
+    parts = {"ARWP, released form": bench.added_by_released()}
+    parts |= {name: bench.added_by(METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
+    added = {name: measure.summary(v) for name, v in in_turns(parts, 3 * rounds).items()}
+    show(bench, whole, added, rounds)
+    return {"batch": bench.batch, "width": bench.width, "steps": whole, "added": added}
+
+
+def show(
+    bench: Bench,
+    whole: dict[str, dict[str, float]],
+    added: dict[str, dict[str, float]],
+    rounds: int,
+) -> None:
+    count = sum(p.numel() for p in bench.model().parameters())
+    print(f"\n{bench.net}, {count:,} parameters, batch {bench.batch}, n = {rounds}")
+    print(f"{'':28}{'ms a step':>11}{'quartiles':>18}{'× SGD':>8}")
+    base = whole["SGD"]["median"]
+    for name, s in whole.items():
+        span = f"{s['low']:.1f}–{s['high']:.1f}"
+        print(f"{name:28}{s['median']:>11.1f}{span:>18}{s['median'] / base:>8.3f}")
+    print(f"{'added alone':28}{'ms':>11}{'quartiles':>18}{'of released':>13}{'of SGD':>9}")
+    released = added["ARWP, released form"]["median"]
+    for name, s in added.items():
+        span = f"{s['low']:.2f}–{s['high']:.2f}"
+        share = s["median"] / base
+        print(
+            f"{name:28}{s['median']:>11.2f}{span:>18}{s['median'] / released:>13.2f}{share:>9.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("nets", nargs="*", default=list(NETS), help=f"of {', '.join(NETS)}")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="two rounds of narrow networks")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.nets) - set(NETS):
+        parser.error(f"unknown network {', '.join(unknown)}; known are {', '.join(NETS)}")
+    torch.set_num_threads(arguments.threads)
+    rounds = 2 if arguments.quick else arguments.rounds
+    crowded = measure.busy()
+    results = {net: run(net, rounds, arguments.quick) for net in arguments.nets}
+    if crowded and arguments.out is None:
+        print("\nThe machine was busy before the run: not published (give --out to keep it).")
+        return
+    found = {"threads": arguments.threads, "rounds": rounds, "nets": results}
+    print("\nwritten to", measure.write("step", found, arguments.out))
+
+
+if __name__ == "__main__":
+    main()

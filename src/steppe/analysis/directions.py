@@ -1,0 +1,73 @@
+"""Directions in weight space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def random_like(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Standard normal tensors, a function of the seed and the shapes alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(w.shape, generator=generator, dtype=torch.float64).to(w) for w in weights]
+
+
+def filter_norms(weight: Tensor) -> Tensor:
+    """The norm of each slice along dimension 0 over all other dimensions, shaped to multiply.
+
+    A vector or scalar is one filter.
+
+    Examples:
+        >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+        tensor([[5.],
+                [2.]])
+    """
+    if weight.ndim < 2:
+        return weight.square().sum().sqrt()
+    across = tuple(range(1, weight.ndim))
+    return weight.square().sum(across, keepdim=True).sqrt()
+
+
+def filter_normalised(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """A random direction whose filters have the norms of the weights' filters; 0 for vectors.
+
+    `d_j = z_j ‖w_j‖ / ‖z_j‖`. Scaling a layer scales its direction: nets that compute the same
+    function by rescaled layers show the same surface.
+    """
+    return [
+        z * (filter_norms(w) / filter_norms(z)) if w.ndim > 1 else torch.zeros_like(w)
+        for w, z in zip(weights, random_like(weights, seed), strict=True)
+    ]
+
+
+def length(direction: Sequence[Tensor]) -> float:
+    """The Euclidean norm over all tensors."""
+    return math.sqrt(sum(d.double().square().sum().item() for d in direction))
+
+
+def unit(direction: Sequence[Tensor]) -> list[Tensor]:
+    """The direction scaled to norm one."""
+    norm = length(direction)
+    return [d / norm for d in direction]
+
+
+def orthonormal(weights: Sequence[Tensor], count: int, seed: int) -> list[list[Tensor]]:
+    """`count` random orthonormal directions.
+
+    Each alone is uniform on the sphere; together they cover the space more evenly than
+    independent ones, and as many as there are weights cover it exactly.
+    """
+    sizes = [w.numel() for w in weights]
+    flat = torch.empty(count, sum(sizes), dtype=torch.float64)
+    for i in range(count):
+        row = torch.cat([z.reshape(-1).double().cpu() for z in random_like(weights, seed + i)])
+        for _ in range(2):
+            row -= flat[:i].T @ (flat[:i] @ row)
+        flat[i] = row / row.norm()
+    return [
+        [piece.reshape(w.shape).to(w) for piece, w in zip(row.split(sizes), weights, strict=True)]
+        for row in flat
+    ]

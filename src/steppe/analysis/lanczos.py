@@ -1,0 +1,142 @@
+"""Lanczos on a symmetric operator, with full reorthogonalisation, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Operator = Callable[[Tensor], Tensor]
+
+ROWS_PER_BLOCK = 32
+
+
+@dataclass
+class Krylov:
+    """An orthonormal basis `V` that grows by one product a step, and `T = V' A V`.
+
+    `A V = V T + beta_m v_(m+1) e_m'` up to the products' rounding. `eps` is the relative
+    precision of a product (float32's, for products in float32): a remainder below it is noise,
+    the space is invariant, and the recurrence goes on from a fresh random vector with
+    `beta = 0`. Everything stays orthogonal to `locked` (rows).
+    """
+
+    size: int
+    eps: float
+    seed: int = 0
+    locked: Tensor | None = None
+    alpha: list[float] = field(default_factory=list)
+    beta: list[float] = field(default_factory=list)
+    _blocks: list[Tensor] = field(default_factory=list)
+    _filled: int = 0
+
+    def __post_init__(self) -> None:
+        if not self._blocks:
+            self._append(self._fresh())
+
+    def __len__(self) -> int:
+        return len(self.alpha)
+
+    @property
+    def room(self) -> int:
+        """How many dimensions the whole space offers."""
+        return self.size - (0 if self.locked is None else len(self.locked))
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self) >= self.room
+
+    @property
+    def scale(self) -> float:
+        """A lower estimate of the operator's norm."""
+        return max((abs(v) for v in (*self.alpha, *self.beta)), default=0.0)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the last step found an invariant space."""
+        return len(self) > 0 and self.beta[-1] == 0.0
+
+    def step(self, operator: Operator) -> None:
+        """One product more."""
+        rows = len(self)
+        v = self._row(rows)
+        w = operator(v)
+        if not torch.isfinite(w).all():
+            raise ValueError(
+                "A Hessian product is not finite. Check that the loss and its gradient are finite "
+                "at these weights, and that the loss can be differentiated twice."
+            )
+        self.alpha.append(torch.dot(v, w).item())
+        w = self._orthogonal(w)
+        beta = w.norm().item()
+        if beta <= 10 * self.eps * self.scale:
+            beta = 0.0
+        self.beta.append(beta)
+        if not self.exhausted:
+            self._append(w / beta if beta else self._fresh())
+
+    def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ritz values (ascending), the eigenvectors of T (columns), and the residual bounds.
+
+        The bound of value i is `beta_m |s_mi|`: some eigenvalue lies no farther away.
+        """
+        off = torch.tensor(self.beta[:-1], dtype=torch.float64)
+        T = torch.diag(torch.tensor(self.alpha, dtype=torch.float64))
+        T = T + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(T)
+        last = 0.0 if self.exhausted else self.beta[-1]
+        return values, vectors, (last * vectors[-1]).abs()
+
+    def combine(self, coefficients: Tensor) -> Tensor:
+        """`V s`, normalised."""
+        out = torch.zeros(self.size, dtype=torch.float64)
+        for i, block in enumerate(self._blocks):
+            part = coefficients[i * ROWS_PER_BLOCK : (i + 1) * ROWS_PER_BLOCK]
+            out += block[: len(part)].T @ part
+        unit: Tensor = out / out.norm()
+        return unit
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs: as large as the basis."""
+        basis = torch.cat(self._blocks)[: self._filled]
+        alpha, beta = (torch.tensor(v, dtype=torch.float64) for v in (self.alpha, self.beta))
+        return {"basis": basis, "alpha": alpha, "beta": beta}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self._blocks, self._filled = [], 0
+        for row in state["basis"]:
+            self._append(row)
+        self.alpha, self.beta = state["alpha"].tolist(), state["beta"].tolist()
+
+    def _row(self, index: int) -> Tensor:
+        return self._blocks[index // ROWS_PER_BLOCK][index % ROWS_PER_BLOCK]
+
+    def _append(self, row: Tensor) -> None:
+        # Blocks, not one growing matrix: growing would hold the whole basis twice.
+        if self._filled % ROWS_PER_BLOCK == 0:
+            height = min(ROWS_PER_BLOCK, self.size - self._filled)
+            self._blocks.append(torch.empty(height, self.size, dtype=torch.float64))
+        self._filled += 1
+        self._row(self._filled - 1).copy_(row)
+
+    def _orthogonal(self, w: Tensor) -> Tensor:
+        # Twice is enough (Kahan, Parlett): once loses digits when most of w is cancelled.
+        for _ in range(2):
+            if self.locked is not None:
+                w = w - self.locked.T @ (self.locked @ w)
+            for i, block in enumerate(self._blocks):
+                rows = block[: self._filled - i * ROWS_PER_BLOCK]
+                w = w - rows.T @ (rows @ w)
+        return w
+
+    def _fresh(self) -> Tensor:
+        """A random unit vector orthogonal to all there is; a function of seed and position."""
+        # The CPU generator reads 32 bits of a seed: mix, or many seeds would be one.
+        mixed = (self.seed * 0x9E3779B1 + self._filled * 0x85EBCA6B) % 2**32
+        generator = torch.Generator().manual_seed(mixed)
+        w = torch.randn(self.size, dtype=torch.float64, generator=generator)
+        w = self._orthogonal(w)
+        unit: Tensor = w / w.norm()
+        return unit

@@ -1,0 +1,225 @@
+"""Loss surfaces over a plane of weights, and loss along a line."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steppe.analysis.checkpoint import Checkpoint
+from steppe.analysis.directions import filter_normalised, length
+from steppe.analysis.fold import Folded
+from steppe.analysis.problem import Problem
+from steppe.analysis.progress import Progress
+from steppe.analysis.replica import Replica
+from steppe.analysis.results import Result
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Landscape(Result):
+    """Loss and accuracy on a grid: `loss[i, j]` is at `w0 + a[i] d1 + b[j] d2`.
+
+    A loss that is not finite is kept as it came; `holes` counts those. `accuracy` is None where
+    the targets are not classes. `centre` is the loss at `w0`.
+    """
+
+    a: Tensor
+    b: Tensor
+    loss: Tensor
+    accuracy: Tensor | None = None
+    centre: float
+    seeds: tuple[int, int] | None
+
+    @property
+    def holes(self) -> int:
+        return int((~torch.isfinite(self.loss)).sum())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Line(Result):
+    """Loss and accuracy along a line: `loss[i]` is at `(1 - t[i]) w0 + t[i] w1`."""
+
+    t: Tensor
+    loss: Tensor
+    accuracy: Tensor | None = None
+
+    @property
+    def holes(self) -> int:
+        return int((~torch.isfinite(self.loss)).sum())
+
+    @property
+    def barrier(self) -> float:
+        """The most by which the loss exceeds the straight line between its ends."""
+        inside = (self.t >= 0) & (self.t <= 1)
+        t, loss = self.t[inside], self.loss[inside]
+        return float((loss - (1 - t) * loss[0] - t * loss[-1]).max())
+
+
+def landscape(
+    problem: Problem,
+    n: int = 51,
+    span: float = 1.0,
+    seeds: tuple[int, int] = (0, 1),
+    *,
+    directions: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    fast: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Landscape:
+    """The loss on `n x n` points of `[-span, span]²` along two directions.
+
+    The directions are random and filter-normalised, one for each seed, or the given ones (a
+    tensor for each parameter under analysis). Each point is built from `w0` anew. `n=50` is the
+    paper's grid; an odd `n` has the trained weights at its centre. `fast` folds BatchNorm into
+    the convolutions where that is exact.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 2, bias=False).double()
+        >>> _ = model.weight.data.copy_(torch.eye(2))
+        >>> data = torch.eye(2).double(), torch.eye(2).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().sum(1).mean(), data)
+        >>> landscape(problem, n=3).loss[1, 1].item()
+        0.0
+    """
+    if n < 2 or not (span > 0 and math.isfinite(span)):
+        raise ValueError(f"n must be at least 2 and span above 0, got n={n}, span={span}.")
+    origin = problem.describe()
+    # Whole numbers first: the middle of an odd grid is exactly 0, and both halves mirror.
+    axis = span * torch.arange(1 - n, n, 2, dtype=torch.float64) / (n - 1)
+    bar = Progress("landscape", n * n, progress)
+    with problem.replica() as replica:
+        chosen = directions or [filter_normalised(replica.centre, seed) for seed in seeds]
+        d1, d2 = (_checked(direction, replica) for direction in chosen)
+        settings = {"analysis": "landscape", "n": n, "span": span, **origin}
+        settings["directions"] = [length(d1), length(d2)] if directions else list(seeds)
+        store = Checkpoint(checkpoint, settings)
+
+        def weights(index: int) -> list[Tensor]:
+            a, b = axis[index // n].item(), axis[index % n].item()
+            moved = zip(replica.centre, d1, d2, strict=True)
+            return [w.add(u, alpha=a).add_(v, alpha=b) for w, u, v in moved]
+
+        scanner = Folded(replica) if fast else replica
+        bar.start(problem, "forwards")
+        scanner.place(replica.centre)
+        centre = scanner.evaluate()[0]
+        loss, accuracy = _scan(scanner, weights, n * n, store, bar)
+    store.remove()
+    return Landscape(
+        origin=origin,
+        a=axis,
+        b=axis.clone(),
+        loss=loss.reshape(n, n),
+        accuracy=None if accuracy is None else accuracy.reshape(n, n),
+        centre=centre,
+        seeds=None if directions else (seeds[0], seeds[1]),
+    )
+
+
+def interpolate(
+    problem: Problem,
+    other: Problem | nn.Module | Mapping[str, Tensor],
+    n: int = 51,
+    *,
+    start: float = 0.0,
+    end: float = 1.0,
+    progress: bool | None = None,
+) -> Line:
+    """The loss along the straight line from the problem's weights to another model's.
+
+    `t` runs from `start` to `end` in `n` points, 0 being this model and 1 the other. With
+    `bn="eval"` the stored statistics are interpolated as the weights are; between two nets they
+    fit neither, and `bn="recalibrate"` says more.
+    """
+    if n < 2 or not end > start:
+        raise ValueError(f"n must be at least 2 and end above start, got {n}, {start}, {end}.")
+    target = _state_of(other)
+    t = torch.linspace(start, end, n, dtype=torch.float64)
+    bar = Progress("interpolate", n, progress)
+    with problem.replica() as replica:
+        ends = [_entry(target, name, w) for name, w in _named_weights(replica)]
+        buffers = [] if problem.params else _statistics(replica, target)
+
+        def weights(index: int) -> list[Tensor]:
+            step = t[index].item()
+            for buffer, here, there in buffers:
+                buffer.copy_(torch.lerp(here, there, step))
+            return [torch.lerp(w, e, step) for w, e in zip(replica.centre, ends, strict=True)]
+
+        bar.start(problem, "forwards")
+        loss, accuracy = _scan(replica, weights, n, Checkpoint(None, {}), bar)
+    return Line(origin=problem.describe(), t=t, loss=loss, accuracy=accuracy)
+
+
+def _scan(
+    scanner: Replica | Folded,
+    weights: Callable[[int], list[Tensor]],
+    total: int,
+    store: Checkpoint,
+    bar: Progress,
+) -> tuple[Tensor, Tensor | None]:
+    """Loss and accuracy at each of `total` points, going on from a checkpoint if there is one."""
+    stored = store.load()
+    loss = stored.get("loss", torch.full((total,), math.nan, dtype=torch.float64))
+    accuracy = stored.get("accuracy", torch.full((total,), math.nan, dtype=torch.float64))
+    bar.done = int(stored.get("done", torch.tensor(0)))
+    classes = not stored or bool(torch.isfinite(accuracy[: bar.done]).any())
+    for index in range(bar.done, total):
+        scanner.place(weights(index))
+        loss[index], right = scanner.evaluate()
+        classes = right is not None
+        accuracy[index] = math.nan if right is None else right
+        bar.step()
+        state = {"loss": loss, "accuracy": accuracy, "done": torch.tensor(index + 1)}
+        store.save(partial(dict, state))
+    bar.close()
+    return loss, accuracy if classes else None
+
+
+def _checked(direction: Sequence[Tensor], replica: Replica) -> list[Tensor]:
+    shapes = [tuple(d.shape) for d in direction]
+    wanted = [tuple(w.shape) for w in replica.centre]
+    if shapes != wanted:
+        raise ValueError(
+            f"A direction must have one tensor for each parameter under analysis, of shapes "
+            f"{wanted}; got {shapes}."
+        )
+    if length(direction) == 0:
+        raise ValueError(
+            "A direction is zero: the plane would be a point. Filter-normalised directions leave "
+            "out vectors (biases, norm weights) and filters that are zero; choose params= with "
+            "at least one weight matrix, or give directions=."
+        )
+    return [d.to(w) for d, w in zip(direction, replica.centre, strict=True)]
+
+
+def _state_of(other: Problem | nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if isinstance(other, Problem):
+        other = other.model
+    return other.state_dict() if isinstance(other, nn.Module) else other
+
+
+def _named_weights(replica: Replica) -> list[tuple[str, Tensor]]:
+    return list(zip(replica.problem.names, replica.centre, strict=True))
+
+
+def _entry(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    if name not in state or state[name].shape != like.shape:
+        got = tuple(state[name].shape) if name in state else "nothing"
+        raise ValueError(
+            f"The other model does not match: {name} should have shape {tuple(like.shape)}, "
+            f"got {got}. Interpolation needs two models of one architecture."
+        )
+    return state[name].detach().to(like)
+
+
+def _statistics(replica: Replica, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Buffers that lie on the line too, with their values at both ends."""
+    named = [(n, b) for n, b in replica.model.named_buffers() if b.is_floating_point()]
+    return [(b, b.clone(), _entry(state, name, b)) for name, b in named if name in state]

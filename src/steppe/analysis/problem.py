@@ -1,0 +1,192 @@
+"""The problem under analysis: a model, a loss and a fixed subset of data."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from steppe.analysis.replica import Replica
+
+BatchNormMode = Literal["eval", "batch", "recalibrate"]
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The loss `L(w) = mean_i loss(model_w(x_i), y_i) + weight_decay/2 ‖w‖²` on fixed samples.
+
+    `loss(output, target)` gives the mean over the samples of one batch; micro-batches are weighed
+    by their true number of samples, so uneven ones give the same `L`. The analyses work on
+    private copies: weights, buffers, mode, `requires_grad`, `.grad` and the random state of the
+    model are never touched, and each analysis starts from the weights the model has *then*.
+
+    `bn` says which statistics BatchNorm uses, and changes results by orders of magnitude:
+    `"eval"` the stored ones, frozen; `"batch"` those of each micro-batch (derivatives pass
+    through them, as in training with batches of `microbatch`); `"recalibrate"` those of the whole
+    subset, recomputed wherever the weights are moved and constant for derivatives.
+
+    `params` restricts the analysis to some parameters (per layer): names, patterns such as
+    `"layer1.*"`, or the parameters themselves. By default, all that require gradients.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> half_squares = lambda out, y: (out - y).square().mean() / 2
+        >>> Problem(model, half_squares, (torch.eye(2), torch.zeros(2, 1))).value()
+        6.25
+    """
+
+    model: nn.Module
+    loss: Loss
+    data: tuple[Tensor, Tensor]
+    bn: BatchNormMode = "eval"
+    params: Iterable[str | Tensor] | None = None
+    weight_decay: float = 0.0
+    microbatch: int = 64
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.bn not in get_args(BatchNormMode):
+            raise ValueError(f'bn must be "eval", "batch" or "recalibrate", got {self.bn!r}.')
+        if self.microbatch < 1:
+            raise ValueError(f"microbatch must be at least 1, got {self.microbatch}.")
+        _check_data(self.data)
+        if self.params is not None:
+            # Kept as a tuple: a generator would be empty the second time it is read.
+            chosen = (self.params,) if isinstance(self.params, str | Tensor) else self.params
+            object.__setattr__(self, "params", tuple(chosen))
+        object.__setattr__(self, "names", tuple(_chosen_names(self.model, self.params)))
+        self._check_fit()
+
+    @property
+    def samples(self) -> int:
+        return len(self.data[0])
+
+    @property
+    def size(self) -> int:
+        """The number of weights under analysis."""
+        parameters = dict(self.model.named_parameters())
+        return sum(parameters[name].numel() for name in self.names)
+
+    @contextmanager
+    def replica(self) -> Iterator[Replica]:
+        """A private copy to work on; whatever it draws, the global random state stays."""
+        device = next(self.model.parameters()).device
+        cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            yield Replica(self)
+
+    def value(self) -> float:
+        """The loss at the model's weights."""
+        with self.replica() as replica:
+            return replica.evaluate()[0]
+
+    def describe(self) -> dict[str, Any]:
+        """What a result needs to say about where it comes from."""
+        return {
+            "samples": self.samples,
+            "data_hash": _digest(self.data),
+            "weights_hash": _digest(p for _, p in self.model.named_parameters()),
+            "bn": self.bn,
+            "parameters": self.size,
+            "params": list(self.names) if self.params is not None else None,
+            "weight_decay": self.weight_decay,
+            "microbatch": self.microbatch,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+        }
+
+    def _check_fit(self) -> None:
+        """Run two samples through, so that a misfit is reported here and not hours later."""
+        x, y = (tensor[:2] for tensor in self.data)
+        with self.replica() as replica, torch.no_grad():
+            try:
+                output = replica.model(replica.as_input(x))
+                loss = self.loss(output, y.to(replica.device))
+            except Exception as error:
+                raise ValueError(
+                    f"The model and the data do not fit: x of shape {tuple(x.shape)} ({x.dtype}), "
+                    f"y of shape {tuple(y.shape)} ({y.dtype}) raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(
+                    f"loss must give one number, the mean over the samples; got {shape}. "
+                    'With torch losses, use reduction="mean".'
+                )
+            _check_mean(self.loss, output, y.to(replica.device), loss)
+
+
+def _check_data(data: tuple[Tensor, Tensor]) -> None:
+    if not (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and all(isinstance(tensor, Tensor) for tensor in data)
+    ):
+        raise TypeError(
+            f"data must be a pair of tensors (x, y), got {type(data).__name__}. "
+            "From a dataset, stack the samples you want: "
+            "x = torch.stack([dataset[i][0] for i in rows])."
+        )
+    x, y = data
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
+        raise ValueError(
+            f"x and y must hold the same number of samples, at least one; got shapes "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
+
+
+def _check_mean(loss: Loss, output: Any, y: Tensor, value: Tensor) -> None:
+    """Samples given twice must not change a mean; a sum would double without an error."""
+    if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(y):
+        return
+    twice = loss(torch.cat([output, output]), torch.cat([y, y]))
+    if torch.isfinite(value) and not torch.allclose(twice, value, rtol=1e-3, atol=1e-30):
+        raise ValueError(
+            f"loss must be the mean over the samples, but giving each sample twice changed it "
+            f'from {value.item():.6g} to {twice.item():.6g}. With torch losses, use reduction="mean".'
+        )
+
+
+def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> list[str]:
+    named = dict(model.named_parameters())
+    if params is None:
+        names = [name for name, p in named.items() if p.requires_grad]
+        if not names:
+            raise ValueError(
+                f"{type(model).__name__} has no parameter that requires gradients. Name the ones "
+                'to analyse: Problem(..., params=["*"]).'
+            )
+        return names
+    chosen: set[str] = set()
+    for want in params:
+        if isinstance(want, Tensor):
+            found = [name for name, p in named.items() if p is want]
+        else:
+            found = fnmatch.filter(named, want)
+        if not found:
+            what = f"a tensor of shape {tuple(want.shape)}" if isinstance(want, Tensor) else want
+            raise ValueError(
+                f"params: {what!r} is no parameter of {type(model).__name__}. "
+                f"It has: {', '.join(named)}."
+            )
+        chosen.update(found)
+    return [name for name in named if name in chosen]
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """The first 16 hex digits of a hash over values, shapes and types."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        sha.update(flat.view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]

@@ -1,0 +1,117 @@
+"""What an analysis will cost, and how far it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from steppe.analysis.problem import Problem
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations and seconds; the seconds are measured here and now."""
+
+    flops: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{_scaled(self.flops)}FLOP, about {_duration(self.seconds)}"
+
+
+def estimate(problem: Problem, *, forwards: int = 0, gradients: int = 0, products: int = 0) -> Cost:
+    """The cost of so many losses, gradients and Hessian products over all samples.
+
+    One micro-batch of each is run and measured. `landscape` takes `n * n` forwards,
+    `spectrum` takes `steps * probes` products.
+    """
+    from steppe.analysis.hessian import Hessian
+
+    with problem.replica() as replica:
+        hessian = Hessian(replica)
+        size = len(next(replica.batches())[0])
+        rows = slice(0, size)
+        works: list[tuple[int, Callable[[], object]]] = [
+            (forwards, lambda: replica.evaluate(rows)),
+            (gradients, lambda: replica.gradient(rows)),
+            (products, lambda: hessian.product(replica.centre, rows)),
+        ]
+        flops = seconds = 0.0
+        for count, work in works:
+            if count:
+                cost = _measure(work)
+                times = count * problem.samples / size
+                flops += times * cost.flops
+                seconds += times * cost.seconds
+    return Cost(flops, seconds)
+
+
+def _measure(work: Callable[[], object]) -> Cost:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    seconds = float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = min(seconds, time.perf_counter() - start)
+    return Cost(float(counter.get_total_flops()), seconds)
+
+
+@dataclass
+class Progress:
+    """A line on standard error that first says the cost and then how far the work is.
+
+    `show=None` shows it where a person is looking (a terminal) and nowhere else; the estimate
+    costs two micro-batches, and is made only if it is shown.
+    """
+
+    label: str
+    total: int
+    show: bool | None = None
+    done: float = 0
+
+    def start(self, problem: Problem, unit: Literal["forwards", "gradients", "products"]) -> None:
+        if self.show is None:
+            self.show = sys.stderr.isatty()
+        if self.show:
+            counts = {unit: max(self.total - int(self.done), 1)}
+            sys.stderr.write(f"{self.label}: {self.total} {unit}, {estimate(problem, **counts)}\n")
+        self._begin = time.monotonic()
+        self._first = self.done
+
+    def step(self, note: str = "", *, by: float = 1) -> None:
+        self.done += by
+        if self.show:
+            part = min(self.done / max(self.total, 1), 1.0)
+            bar = "█" * round(24 * part)
+            left = (time.monotonic() - self._begin) / max(self.done - self._first, 1)
+            rest = _duration(left * max(self.total - self.done, 0))
+            sys.stderr.write(f"\r{self.label} {bar:<24} {part:4.0%} {rest} left {note}\x1b[K")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self.show:
+            sys.stderr.write("\n")
+
+
+def _scaled(number: float) -> str:
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if number < 1000:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} E"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

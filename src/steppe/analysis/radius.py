@@ -1,0 +1,202 @@
+"""Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from steppe.analysis.ascent import ascend, sam_direction
+from steppe.analysis.checkpoint import Checkpoint
+from steppe.analysis.directions import filter_norms, orthonormal, random_like, unit
+from steppe.analysis.hessian import Hessian
+from steppe.analysis.means import weighted_mean
+from steppe.analysis.problem import Problem
+from steppe.analysis.progress import Progress
+from steppe.analysis.replica import Replica
+from steppe.analysis.results import Result
+
+KINDS = ("random", "sam", "pgd")
+Scale = Literal["isotropic", "filter"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RadiusCurve(Result):
+    """Mean loss at each radius for each kind: `loss[k, r]` for `kinds[k]` at `radii[r]`.
+
+    `error` is the standard error of that mean: over antithetic pairs of directions for random,
+    over batches for adversarial (NaN where there is only one). `theory[k, r]` is the second-order
+    expansion along the same directions (NaN for pgd, which has none). `base` is the loss without
+    perturbation.
+    """
+
+    radii: Tensor
+    loss: Tensor
+    error: Tensor
+    theory: Tensor
+    base: float
+    kinds: tuple[str, ...]
+    batch: int
+    directions: int
+    scale: str
+    steps: int
+    seed: int
+
+    @property
+    def sigma(self) -> Tensor:
+        """The radii as isotropic standard deviations: `radius / sqrt(d)`."""
+        return self.radii / math.sqrt(self.origin["parameters"])
+
+
+def perturbation_curve(
+    problem: Problem,
+    radii: Sequence[float],
+    kinds: Sequence[str] = KINDS,
+    batch: int = 256,
+    *,
+    directions: int | None = None,
+    scale: Scale = "isotropic",
+    steps: int = 10,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> RadiusCurve:
+    """The loss at `w + eps` with `‖eps‖ = r`, averaged, for each radius r.
+
+    - `"random"`: over fixed random directions u (16 by default), each taken both ways. Isotropic
+      ones are orthonormal; filter-scaled ones move each filter in proportion to its norm.
+    - `"sam"`: along the gradient of each batch, measured on that batch.
+    - `"pgd"`: the largest loss that `steps` steps of ascent find on each batch, from SAM's point.
+
+    The smaller the batch, the farther the adversarial curves lie above the random one. Second
+    order says `L + r²/2 mean(u'Hu)`, which for isotropic directions is `L + r² tr(H)/2d`, and
+    `L + r ‖g‖ + r²/2 v'Hv` with `v = g/‖g‖` for SAM.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> _ = model.weight.data.zero_()
+        >>> data = torch.eye(2).double(), torch.zeros(2, 1).double()
+        >>> problem = Problem(model, lambda out, y: (out - y).square().mean(), data)
+        >>> perturbation_curve(problem, [1.0, 2.0], kinds=["random"]).loss
+        tensor([[0.5000, 2.0000]], dtype=torch.float64)
+    """
+    lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
+    count = min(16, problem.size) if directions is None else directions
+    _check(problem, lengths, kinds, batch, count, scale, steps)
+    settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
+    settings |= {"scale": scale, "steps": steps, "seed": seed, "origin": problem.describe()}
+    store = Checkpoint(checkpoint, {"analysis": "radius", "radii": lengths, **settings})
+    blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
+    bar = Progress("radius", len(lengths) * _passes(kinds, count, steps), progress)
+    with problem.replica() as replica:
+        base = replica.evaluate()[0]
+        scan = _Scan(replica, Hessian(replica), lengths, base, steps, bar, len(blocks))
+        rows = store.load()
+        bar.start(problem, "forwards")
+        for kind in kinds:
+            places: Sequence[Any] = blocks
+            if kind == "random":
+                places = _directions(replica, count, scale, seed)
+            for place in places[len(rows.get(kind, ())) :]:
+                row = scan.random(place) if kind == "random" else scan.adversarial(place, kind)
+                rows[kind] = torch.stack([*rows.get(kind, ()), row])
+                store.save(lambda: rows)
+    bar.close()
+    store.remove()
+    sizes = [float(len(problem.data[0][block])) for block in blocks]
+    means = [weighted_mean(rows[k], [1.0] * count if k == "random" else sizes) for k in kinds]
+    return RadiusCurve(
+        radii=torch.tensor(lengths, dtype=torch.float64),
+        loss=torch.stack([mean[0] for mean, _ in means]),
+        error=torch.stack([error[0] for _, error in means]),
+        theory=torch.stack([mean[1] for mean, _ in means]),
+        base=base,
+        **settings,
+    )
+
+
+@dataclass
+class _Scan:
+    """Rows of (loss, second-order theory) over the radii, one for each direction or batch."""
+
+    replica: Replica
+    hessian: Hessian
+    radii: list[float]
+    base: float
+    steps: int
+    bar: Progress
+    blocks: int
+
+    def random(self, u: list[Tensor]) -> Tensor:
+        """The mean of both ways along one direction: odd terms cancel."""
+        replica = self.replica
+        replica.place(replica.centre)
+        curvature = self.hessian.curvature(u)
+        loss = []
+        for r in self.radii:
+            both = []
+            for sign in (1.0, -1.0):
+                replica.offset(u, sign * r)
+                both.append(replica.evaluate()[0])
+                self.bar.step()
+            loss.append(sum(both) / 2)
+        theory = [self.base + 0.5 * r * r * curvature for r in self.radii]
+        return torch.tensor([loss, theory], dtype=torch.float64)
+
+    def adversarial(self, rows: slice, kind: str) -> Tensor:
+        """Along (or from) the gradient of one batch, measured on it."""
+        replica = self.replica
+        v, slope = sam_direction(replica, rows)
+        curvature = self.hessian.curvature(v, rows)
+        base = replica.evaluate(rows)[0]
+        climbing = self.steps if kind == "pgd" else 0
+        loss, theory = [], []
+        for r in self.radii:
+            loss.append(ascend(replica, rows, r, climbing, start=v)[0])
+            second = base + r * slope + 0.5 * r * r * curvature
+            theory.append(math.nan if climbing else second)
+            self.bar.step(by=(3 * climbing + 1) / self.blocks)
+        return torch.tensor([loss, theory], dtype=torch.float64)
+
+
+def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[list[Tensor]]:
+    if scale == "isotropic":
+        return orthonormal(replica.centre, count, seed)
+    norms = [filter_norms(w) for w in replica.centre]
+    draws = [random_like(replica.centre, seed + i) for i in range(count)]
+    return [unit([z * n for z, n in zip(draw, norms, strict=True)]) for draw in draws]
+
+
+def _passes(kinds: Sequence[str], count: int, steps: int) -> int:
+    """What one radius costs in forwards over all samples; a gradient counts as three."""
+    cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
+    return sum(cost[kind] for kind in kinds)
+
+
+def _check(
+    problem: Problem,
+    radii: list[float],
+    kinds: Sequence[str],
+    batch: int,
+    count: int,
+    scale: str,
+    steps: int,
+) -> None:
+    if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
+        raise ValueError(f"radii must be finite numbers of at least 0, at least one; got {radii}.")
+    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
+        raise ValueError(f"kinds must be some of {KINDS}, got {kinds!r}.")
+    if batch < 1 or steps < 1:
+        raise ValueError(f"batch and steps must be at least 1, got {batch} and {steps}.")
+    if scale not in ("isotropic", "filter"):
+        raise ValueError(f'scale must be "isotropic" or "filter", got {scale!r}.')
+    if not 1 <= count <= (problem.size if scale == "isotropic" else math.inf):
+        raise ValueError(
+            f"directions must be between 1 and the number of weights, {problem.size} "
+            f"(isotropic directions are orthogonal); got {count}."
+        )

@@ -1,0 +1,96 @@
+"""Results: frozen records that save to `.npz`, load back and say where they come from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+R = TypeVar("R", bound="Result")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result:
+    """What every analysis gives: its numbers, its settings, and the `origin` they belong to.
+
+    `origin` holds the number of samples, a hash of the data and one of the weights, the BatchNorm
+    mode, the parameters under analysis, precision and version (see `Problem.describe`).
+    Tensors are float64 on the CPU. `Result.load` finds the right class by itself.
+    """
+
+    origin: dict[str, Any]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write everything to one `.npz` file, in one move: a reader never sees half of it."""
+        arrays, settings = {}, {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                arrays[f.name] = value.numpy()
+            else:
+                settings[f.name] = value
+        return write_npz(path, {"kind": type(self).__name__, "settings": settings}, arrays)
+
+    @classmethod
+    def load(cls: type[R], path: str | os.PathLike[str]) -> R:
+        """The result that `save` wrote."""
+        head, arrays = read_npz(path)
+        kinds = {kind.__name__: kind for kind in (cls, *cls.__subclasses__())}
+        if head.get("kind") not in kinds:
+            raise ValueError(
+                f"{path} holds {head.get('kind', 'no result of steppe')!r}, wanted "
+                f"{cls.__name__}. Result.load reads every kind."
+            )
+        kind = kinds[head["kind"]]
+        known = {f.name for f in fields(kind)}
+        values = {**head["settings"], **arrays}
+        return kind(**{name: _frozen(value) for name, value in values.items() if name in known})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain lists and numbers for JSON; what is not finite becomes None."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {"kind": type(self).__name__, **values}
+
+
+def write_npz(
+    path: str | os.PathLike[str], head: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]]
+) -> Path:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.part")
+    with partial.open("wb") as file:
+        np.savez(file, head=np.array(json.dumps(head)), **arrays)  # type: ignore[arg-type]
+    partial.replace(target)
+    return target
+
+
+def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with np.load(path, allow_pickle=False) as stored:
+        if "head" not in stored:
+            raise ValueError(f"{path} was not written by steppe.analysis: it has no head.")
+        arrays = {name: torch.from_numpy(stored[name]) for name in stored if name != "head"}
+        return json.loads(str(stored["head"])), arrays
+
+
+def _frozen(value: Any) -> Any:
+    """JSON knows lists only; settings are tuples."""
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

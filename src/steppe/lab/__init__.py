@@ -1,0 +1,1 @@
+"""The lab: data, models, training and comparison."""

@@ -1,0 +1,30 @@
+"""Data sets by name, as batches that are reproducible to the bit."""
+
+from steppe.lab.data.catalog import Found, available, fetch, verify
+from steppe.lab.data.named import load, names
+from steppe.lab.data.order import epoch_order, sequential_order
+from steppe.lab.data.pipeline import Augmentation, Pipeline
+from steppe.lab.data.split import Data, MemorySplit, Split
+from steppe.lab.data.store import default_root
+from steppe.lab.data.streams import generator, mix
+from steppe.lab.data.user import wrap
+
+__all__ = [
+    "Augmentation",
+    "Data",
+    "Found",
+    "MemorySplit",
+    "Pipeline",
+    "Split",
+    "available",
+    "default_root",
+    "epoch_order",
+    "fetch",
+    "generator",
+    "load",
+    "mix",
+    "names",
+    "sequential_order",
+    "verify",
+    "wrap",
+]

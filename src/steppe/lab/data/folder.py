@@ -1,0 +1,117 @@
+"""Folder trees: one folder per class with images in it, ImageNet or anybody's own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from steppe.lab.data.augment import parse
+from steppe.lab.data.decode import SUFFIXES, Decoder
+from steppe.lab.data.pipeline import Pipeline
+from steppe.lab.data.split import Data, Split
+
+NORMALISATION = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+TEST_FOLDERS = ("val", "test", "validation")
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSplit(Split):
+    """Image files, decoded when they are asked for; `workers` processes decode ahead."""
+
+    files: tuple[str, ...]  # not Path: ImageNet has 1.28 million, and workers copy them
+    labels: Tensor
+    decoder: Decoder = field(default_factory=Decoder)
+    pipeline: Pipeline = NORMALISATION
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def targets(self) -> Tensor:
+        return self.labels
+
+    def subset(self, indices: Tensor) -> FolderSplit:
+        files = tuple(self.files[k] for k in indices.tolist())
+        return replace(self, files=files, labels=self.labels[indices])
+
+    def relabelled(self, targets: Tensor) -> FolderSplit:
+        return replace(self, labels=targets)
+
+    def augmented(self, names: tuple[str, ...]) -> FolderSplit:
+        """`resized-crop` belongs to the decoding, all others work on whole batches."""
+        decoder = replace(self.decoder, random_crop="resized-crop" in names)
+        others = tuple(parse(name) for name in names if name != "resized-crop")
+        return replace(self, decoder=decoder, pipeline=replace(self.pipeline, augmentations=others))
+
+    def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+        images = self.decoder.batch([self.files[k] for k in indices.tolist()], seed)
+        return self.pipeline.augment(images, seed), self.labels[indices]
+
+    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
+        """Bytes to floats, here and not in the workers: a quarter of the traffic."""
+        return self.pipeline.finish(batch, seed)
+
+
+def folder(path: Path, *, size: int = 224, resize: int | None = None, name: str = "") -> Data:
+    """The data set of a folder with `train` and `val` (or `test`), each a tree of class folders.
+
+    Images become `size` x `size`; for test the shorter side is first brought to `resize`
+    (default: 8/7 of `size`, 256 for 224).
+    """
+    test = next((path / n for n in TEST_FOLDERS if (path / n).is_dir()), None)
+    if not (path / "train").is_dir() or test is None:
+        raise FileNotFoundError(
+            f"{path} must have a folder 'train' and a folder 'val' (or 'test'), each with one "
+            f"folder of images per class; it {'has ' + listing(path) if path.is_dir() else 'does not exist'}."
+        )
+    classes = class_folders(path / "train")
+    decoder = Decoder(size, max(size, round(size * 8 / 7)) if resize is None else resize)
+    extra = sorted(set(class_folders(test)) - set(classes))
+    if extra:
+        raise ValueError(
+            f"{test} has classes that {path / 'train'} has not: {', '.join(extra[:5])}."
+        )
+    train, held_out = (
+        FolderSplit(*labelled_files(part, classes), decoder) for part in (path / "train", test)
+    )
+    name = name or f"folder:{path}"
+    return Data(name, train, held_out, classes=len(classes), shape=(3, size, size))
+
+
+def class_folders(path: Path) -> list[str]:
+    """The class names of a tree, sorted: a class's index is its place in this list."""
+    found = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    if not found:
+        raise ValueError(
+            f"{path} must have one folder of images per class; it has {listing(path)}."
+        )
+    return found
+
+
+def labelled_files(path: Path, classes: list[str]) -> tuple[tuple[str, ...], Tensor]:
+    """Every image file under the class folders, sorted, with its class index."""
+    files: list[str] = []
+    labels: list[int] = []
+    for index, name in enumerate(classes):
+        below = os.walk(path / name)
+        images = sorted(
+            f"{place}{os.sep}{file}"
+            for place, _, names in below
+            for file in names
+            if file.lower().endswith(SUFFIXES)
+        )
+        files += images
+        labels += [index] * len(images)
+    if not files:
+        raise ValueError(f"No image file under {path}; looked for {', '.join(SUFFIXES)}.")
+    return tuple(files), torch.tensor(labels)
+
+
+def listing(path: Path) -> str:
+    """A few names in a folder, for an error."""
+    names = sorted(entry.name for entry in os.scandir(path))
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "nothing in it"

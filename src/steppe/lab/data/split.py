@@ -1,0 +1,140 @@
+"""A split: samples that can be drawn as batches, and `Data`, the splits of one data set."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from steppe.lab.data.augment import parse
+from steppe.lab.data.pipeline import Pipeline
+from steppe.lab.data.workers import batch_tasks, run_tasks
+
+
+class Split(ABC):
+    """Samples with targets, drawn as batches in an order that the caller gives."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def targets(self) -> Tensor | None:
+        """All targets in storage order, or None where only loading every sample would tell."""
+
+    @abstractmethod
+    def subset(self, indices: Tensor) -> Split:
+        """These samples only, in this order."""
+
+    @abstractmethod
+    def relabelled(self, targets: Tensor) -> Split:
+        """The same samples with other targets."""
+
+    @abstractmethod
+    def augmented(self, names: tuple[str, ...]) -> Split:
+        """The same samples with these augmentations, in this order."""
+
+    @abstractmethod
+    def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+        """A batch, augmented if there is a seed; where `slow_to_load`, a worker process does it."""
+
+    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
+        """What is left to do in the training process: nothing, unless a split says so."""
+        return batch
+
+    slow_to_load: ClassVar[bool] = True
+
+    def batches(
+        self,
+        order: Sequence[Tensor],
+        *,
+        augment_seed: int | None,
+        start: int = 0,
+        workers: int = 0,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One (x, y) per index tensor of `order`, beginning at `order[start]`.
+
+        Augmented when `augment_seed` is given, with randomness that is a pure function of
+        (augment_seed, position in order): a run resumed at `start=k` sees the same bits. The
+        global random state is left alone. `workers` processes load ahead where loading takes time.
+        """
+        workers = workers if self.slow_to_load else 0
+        tasks = batch_tasks(order, augment_seed=augment_seed, start=start)
+        for (x, y), (_, seed) in zip(run_tasks(self, tasks, workers), tasks, strict=True):
+            yield self.finish(x, seed), y
+
+
+@dataclass(frozen=True)
+class Data:
+    """The splits of one data set, and what a model and a table need to know of them."""
+
+    name: str
+    train: Split
+    test: Split
+    validation: Split | None = None
+    task: str = "classification"
+    classes: int | None = None
+    shape: tuple[int, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.task not in ("classification", "regression"):
+            raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}.")
+        if self.task == "classification" and (self.classes is None or self.classes < 2):
+            raise ValueError(
+                f"{self.name}: classification needs 2 or more classes, got {self.classes}."
+            )
+
+    def noted(self, note: str, **changes: Any) -> Data:
+        """A changed copy whose note says what was changed."""
+        return replace(self, note=f"{self.note}; {note}" if self.note else note, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class MemorySplit(Split):
+    """Samples held in memory: images as bytes (N, C, H, W), or rows of numbers.
+
+    Whole batches are cut, augmented and normalised at once, in the training process: a batch takes
+    less time here than its way between two processes.
+    """
+
+    slow_to_load: ClassVar[bool] = False
+    inputs: Tensor
+    labels: Tensor
+    pipeline: Pipeline = field(default_factory=Pipeline)
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels):
+            raise ValueError(
+                f"inputs and targets must have one length, got {len(self.inputs)} and {len(self.labels)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def targets(self) -> Tensor:
+        return self.labels
+
+    def subset(self, indices: Tensor) -> MemorySplit:
+        inputs = self.inputs.index_select(0, indices)
+        return replace(self, inputs=inputs, labels=self.labels[indices])
+
+    def relabelled(self, targets: Tensor) -> MemorySplit:
+        return replace(self, labels=targets)
+
+    def augmented(self, names: tuple[str, ...]) -> MemorySplit:
+        if names and (self.inputs.dtype != torch.uint8 or self.inputs.dim() != 4):
+            raise ValueError(
+                f"Augmentations ({', '.join(names)}) work on byte images (N, C, H, W), "
+                f"got {self.inputs.dtype} of shape {tuple(self.inputs.shape)}. Use augment=()."
+            )
+        augmentations = tuple(parse(name) for name in names)
+        return replace(self, pipeline=replace(self.pipeline, augmentations=augmentations))
+
+    def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+        return self.pipeline(self.inputs.index_select(0, indices), seed), self.labels[indices]

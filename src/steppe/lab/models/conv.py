@@ -1,0 +1,35 @@
+"""A small convolution net with BatchNorm: seconds per epoch on 28x28 images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from steppe.lab.models.initial import initialise_convolutional
+from steppe.lab.models.resnet import convolution
+from steppe.lab.models.widths import image_shape, scaled
+
+
+def small_conv(
+    classes: int,
+    shape: tuple[int, ...],
+    width: float = 1.0,
+    *,
+    channels: Sequence[int] = (16, 32, 64),
+) -> nn.Sequential:
+    """3x3 convolutions with BatchNorm, halving the image between them, then mean and linear."""
+    inputs, height, side = image_shape("small-conv", shape)
+    if min(height, side) < 2 ** (len(channels) - 1):
+        raise ValueError(f"small-conv halves the image {len(channels) - 1} times; got {shape}.")
+    layers: list[nn.Module] = []
+    for k, outputs in enumerate(scaled(c, width) for c in channels):
+        if k:
+            layers.append(nn.MaxPool2d(2))
+        layers += [convolution(inputs, outputs, 3), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        inputs = outputs
+    model = nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)
+    )
+    initialise_convolutional(model)
+    return model

@@ -1,0 +1,42 @@
+"""Initial weights: one stated rule per family, drawn from torch's global generator.
+
+Convolution nets and MLPs: convolutions He-normal over the fan-out for ReLU (He et al. 2015) with
+zero biases, norms 1 and 0, linear layers torch's own uniform in ±1/sqrt(fan-in). Vision
+transformers: linear layers and embeddings truncated normal with std .02, biases 0, the patch
+embedding truncated normal with std 1/sqrt(fan-in).
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+NORMS = (nn.BatchNorm2d, nn.LayerNorm)
+
+
+def initialise_convolutional(model: nn.Module) -> None:
+    """Give a convolution net or an MLP its initial weights."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, (*NORMS, nn.Linear)):
+            module.reset_parameters()
+
+
+def initialise_transformer(model: nn.Module) -> None:
+    """Give a vision transformer's layers their initial weights (its embeddings are its own)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            fan_in = module.weight[0].numel()
+            nn.init.trunc_normal_(module.weight, std=1 / math.sqrt(fan_in))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, NORMS):
+            module.reset_parameters()

@@ -1,0 +1,125 @@
+"""Residual networks (He et al. 2016): ResNet-18, -34, -50 in CIFAR's and ImageNet's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from steppe.lab.models.initial import initialise_convolutional
+from steppe.lab.models.widths import image_shape, is_small, scaled
+
+
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the image size at stride 1, without a bias (a norm follows)."""
+    return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+
+
+class Residual(nn.Module):
+    """relu(body(x) + shortcut(x)); the shortcut is a 1x1 convolution where shapes differ."""
+
+    def __init__(self, body: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)
+            )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.body(x) + self.shortcut(x))  # type: ignore[no-any-return]
+
+
+def basic_block(inputs: int, channels: int, stride: int) -> Residual:
+    """Two 3x3 convolutions."""
+    body = nn.Sequential(
+        convolution(inputs, channels, 3, stride),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+        convolution(channels, channels, 3),
+        nn.BatchNorm2d(channels),
+    )
+    return Residual(body, inputs, channels, stride)
+
+
+def bottleneck(inputs: int, channels: int, stride: int) -> Residual:
+    """1x1, 3x3 (with the stride, as in ResNet v1.5) and 1x1 to four times the channels."""
+    body = nn.Sequential(
+        convolution(inputs, channels, 1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+        convolution(channels, channels, 3, stride),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+        convolution(channels, 4 * channels, 1),
+        nn.BatchNorm2d(4 * channels),
+    )
+    return Residual(body, inputs, 4 * channels, stride)
+
+
+class ResNet(nn.Module):
+    """Stem, stages of residual blocks (each stage halves the image but the first), mean, linear."""
+
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[int],
+        channels: Sequence[int],
+        expand: bool,
+        classes: int,
+        colours: int,
+        small: bool,
+    ) -> None:
+        super().__init__()
+        stem: list[nn.Module] = [convolution(colours, channels[0], 3)]
+        if not small:
+            stem = [convolution(colours, channels[0], 7, stride=2)]
+        stem += [nn.BatchNorm2d(channels[0]), nn.ReLU(inplace=True)]
+        if not small:
+            stem.append(nn.MaxPool2d(3, stride=2, padding=1))
+        self.stem = nn.Sequential(*stem)
+        block = bottleneck if expand else basic_block
+        stages, inputs = [], channels[0]
+        for stage, (count, width) in enumerate(zip(blocks, channels, strict=True)):
+            layers = []
+            for k in range(count):
+                layers.append(block(inputs, width, 2 if k == 0 and stage > 0 else 1))
+                inputs = 4 * width if expand else width
+            stages.append(nn.Sequential(*layers))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inputs, classes)
+        initialise_convolutional(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.stages(self.stem(x)).mean(dim=(2, 3))
+        return self.head(features)  # type: ignore[no-any-return]
+
+
+def resnet(
+    classes: int,
+    shape: tuple[int, ...],
+    width: float = 1.0,
+    *,
+    blocks: Sequence[int],
+    expand: bool = False,
+    base: int = 64,
+) -> ResNet:
+    """A ResNet with these blocks per stage; stage k has `base * 2^k` channels."""
+    colours, _, _ = image_shape("A ResNet", shape)
+    return ResNet(
+        blocks=blocks,
+        channels=[scaled(base * 2**stage, width) for stage in range(len(blocks))],
+        expand=expand,
+        classes=classes,
+        colours=colours,
+        small=is_small(shape),
+    )
+
+
+resnet18 = partial(resnet, blocks=(2, 2, 2, 2))
+resnet34 = partial(resnet, blocks=(3, 4, 6, 3))
+resnet50 = partial(resnet, blocks=(3, 4, 6, 3), expand=True)
+small_resnet = partial(resnet, blocks=(1, 1, 1), base=12)

@@ -1,0 +1,58 @@
+"""VGG16 with BatchNorm (Simonyan and Zisserman 2015), in CIFAR's and ImageNet's form."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from steppe.lab.models.initial import initialise_convolutional
+from steppe.lab.models.widths import image_shape, is_small, scaled
+
+STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+LARGE_MAP = 7  # ImageNet's form averages its features to 7x7
+
+
+def vgg16_bn(
+    classes: int,
+    shape: tuple[int, ...],
+    width: float = 1.0,
+    *,
+    hidden: int | None = None,
+    dropout: float = 0.5,
+) -> nn.Sequential:
+    """Thirteen 3x3 convolutions, each with BatchNorm, and a classifier.
+
+    `hidden` units in each of the classifier's two hidden layers: 4096 for ImageNet; 0 for small
+    images, where the classifier is one linear layer (14.7 M parameters with ten classes).
+    """
+    inputs, height, side = image_shape("vgg16-bn", shape)
+    small = is_small(shape)
+    size = min(height, side)
+    layers: list[nn.Module] = []
+    for stage in STAGES:
+        for channels in (scaled(c, width) for c in stage):
+            layers += [
+                nn.Conv2d(inputs, channels, 3, padding=1),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(inplace=True),
+            ]
+            inputs = channels
+        if size >= 2:  # an image under 32x32 is down to one pixel before the last stage
+            layers.append(nn.MaxPool2d(2))
+            size //= 2
+    side = 1 if small else LARGE_MAP
+    layers += [nn.AdaptiveAvgPool2d(side), nn.Flatten()]
+    units = (0 if small else 4096) if hidden is None else hidden
+    model = nn.Sequential(*layers, *classifier(inputs * side**2, units, classes, width, dropout))
+    initialise_convolutional(model)
+    return model
+
+
+def classifier(
+    inputs: int, hidden: int, classes: int, width: float, dropout: float
+) -> list[nn.Module]:
+    """One linear layer, or three with ReLU and dropout between them."""
+    layers: list[nn.Module] = []
+    for units in [scaled(hidden, width)] * 2 if hidden else []:
+        layers += [nn.Linear(inputs, units), nn.ReLU(inplace=True), nn.Dropout(dropout)]
+        inputs = units
+    return [*layers, nn.Linear(inputs, classes)]

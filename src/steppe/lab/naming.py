@@ -1,0 +1,76 @@
+"""Names: from what a user typed to the thing it names, or to an error that helps."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
+    """The error for a name that does not exist, with the nearest ones that do.
+
+    Examples:
+        >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
+        No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
+    """
+    valid = list(valid)
+    near = difflib.get_close_matches(name.lower(), valid, n=3, cutoff=0.5)
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    return ValueError(f"No {kind} is called {name!r}.{guess} There are: {', '.join(valid)}.")
+
+
+def check_options(owner: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
+    """Raise unless `function` takes each of these keyword options and has not fixed them itself."""
+    fixed = function.keywords if isinstance(function, partial) else {}
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    valid = sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in fixed)
+    for name in options:
+        if name not in valid:
+            takes = f"It takes {', '.join(valid)}" if valid else "It takes none"
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+            guess = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{owner} has no option {name!r}.{guess} {takes}.")
+
+
+def user_function(name: str) -> Callable[..., Any]:
+    """The function behind `package.module:function`; modules of the working folder count too.
+
+    Examples:
+        >>> user_function("math:sqrt")(9)
+        3.0
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"A function is named module:function, got {name!r}.")
+    module = _module(module_name, name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [k for k, v in vars(module).items() if inspect.isfunction(v)]
+        raise unknown(f"function of the module {module_name}", function_name, functions)
+    return function  # type: ignore[no-any-return]
+
+
+def _module(module_name: str, name: str) -> Any:
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:  # a console script does not see the folder it was started in
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the user's module is there, something that it imports is not
+        raise ValueError(
+            f"{name!r} names the module {module_name!r}, which is neither installed nor in {here}."
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)

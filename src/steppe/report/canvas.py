@@ -1,0 +1,80 @@
+"""Blank figures: panels, colours, and writing to files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+# Okabe & Ito (2008), in the order in which they are easiest to tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)), (0, (7, 2)))
+SURFACE = "cividis"
+
+
+def panels(
+    count: int,
+    *,
+    width: float = 3.6,
+    height: float | None = None,
+    columns: int = 3,
+    share: bool = False,
+    projection: str | None = None,
+) -> tuple[Figure, list[Any]]:
+    """A figure with `count` axes, at most `columns` beside each other."""
+    try:
+        from matplotlib.figure import Figure as NewFigure
+    except ImportError as error:
+        raise ImportError(
+            "Figures need matplotlib, which is missing: pip install 'steppe[report]'."
+        ) from error
+    across = min(count, columns)
+    down = -(-count // across)
+    # A figure of its own, not pyplot's: nothing global, no window, no need to close it.
+    size = (width * across + 1, (height or 0.85 * width) * down + 0.6)
+    figure = NewFigure(figsize=size, layout="constrained")
+    options = {"projection": projection} if projection else {}
+    grid = figure.subplots(
+        down, across, squeeze=False, subplot_kw=options, sharex=share, sharey=share
+    )
+    axes = list(grid.flat)
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour and dash of the line with this number: each can be told by either."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index % len(DASHES)],
+    }
+
+
+def named(results: T | Mapping[str, T]) -> dict[str, T]:
+    """Results by name; a bare one has no name."""
+    by_name: dict[str, T] = dict(results) if isinstance(results, Mapping) else {"": results}
+    if not by_name:
+        raise ValueError("There is nothing to draw: no result was given.")
+    return by_name
+
+
+def save_figure(
+    figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = ("png", "svg")
+) -> list[Path]:
+    """Write the figure once a format, beside each other: `path` with its ending replaced."""
+    stem = Path(path)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for ending in formats:
+        target = stem.with_name(f"{stem.stem if stem.suffix else stem.name}.{ending}")
+        # No dates inside: the same result gives the same file.
+        figure.savefig(target, dpi=150, metadata={"Date": None} if ending == "svg" else None)
+        written.append(target)
+    return written

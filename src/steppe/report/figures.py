@@ -1,0 +1,240 @@
+"""Static figures of analysis results, in matplotlib.
+
+Each function takes results by name (`{"SGD": result, ...}`; a bare result is a dict of one) and
+gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and cividis,
+which people without full colour vision can tell apart; lines differ in dash as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from steppe import theory
+from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
+from steppe.report.canvas import COLOURS, SURFACE, line_style, named, panels, save_figure
+
+__all__ = [
+    "landscape_figure",
+    "radius_figure",
+    "save_figure",
+    "slice_figure",
+    "spectrum_figure",
+    "tradeoff_figure",
+]
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def landscape_figure(
+    results: Landscape | Mapping[str, Landscape],
+    kind: Literal["contour", "surface", "heat"] = "contour",
+    *,
+    value: Literal["loss", "accuracy"] = "loss",
+) -> Figure:
+    """Loss (or accuracy) over the plane, one panel a method, all on one colour scale.
+
+    The loss has a logarithmic scale where it spans more than a factor of 20. Points that are not
+    finite are holes, hatched and counted in the panel's title.
+    """
+    by_name = named(results)
+    if kind not in ("contour", "surface", "heat"):
+        raise ValueError(f'kind must be "contour", "surface" or "heat", got {kind!r}.')
+    figure, axes = panels(len(by_name), projection="3d" if kind == "surface" else None)
+    from matplotlib.cm import ScalarMappable
+
+    surfaces = {name: _surface(name, result, value) for name, result in by_name.items()}
+    norm = _shared_norm(list(surfaces.values()), log=value == "loss")
+    for axis, (name, result) in zip(axes, by_name.items(), strict=True):
+        _draw_surface(axis, result, surfaces[name], kind, norm)
+        axis.set_title(f"{name} ({result.holes} not finite)" if result.holes else name)
+        axis.set_xlabel("along $d_2$")
+        axis.set_ylabel("along $d_1$")
+    figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label=value, shrink=0.85)
+    return figure
+
+
+def slice_figure(results: Landscape | Line | Mapping[str, Landscape | Line]) -> Figure:
+    """Loss along one line a method: the middle of a landscape, or an interpolation."""
+    by_name: dict[str, Landscape | Line] = named(results)
+    figure, (axis,) = panels(1, width=5.0)
+    for i, (name, result) in enumerate(by_name.items()):
+        if isinstance(result, Line):
+            along, loss = result.t, result.loss
+        else:
+            along, loss = result.a, result.loss[:, int(result.b.abs().argmin())]
+        axis.plot(along, loss, **line_style(i), label=name)
+    axis.set_xlabel("position along the line")
+    axis.set_ylabel("loss")
+    if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in by_name.values()):
+        axis.set_yscale("log")
+    if any(by_name):
+        axis.legend(frameon=False)
+    return figure
+
+
+def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float = 1e-7) -> Figure:
+    """Density of the Hessian's eigenvalues, logarithmic, with each largest one marked.
+
+    Panels share both axes: flatter is narrower. `floor` is relative to the highest density.
+    """
+    by_name = named(results)
+    figure, axes = panels(len(by_name), width=7.0, height=2.0, columns=1, share=True)
+    peak = max(float(result.density.max()) for result in by_name.values())
+    for i, (axis, (name, result)) in enumerate(zip(axes, by_name.items(), strict=True)):
+        axis.fill_between(
+            result.grid, floor * peak, result.density, color=COLOURS[i % len(COLOURS)], alpha=0.35
+        )
+        axis.plot(result.grid, result.density, color=COLOURS[i % len(COLOURS)], linewidth=1)
+        axis.axvline(result.largest, color="black", linewidth=0.8, linestyle=":")
+        axis.annotate(
+            rf"$\lambda_{{\max}}$ = {result.largest:.3g} ",
+            (result.largest, 0.82),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+        )
+        axis.set_yscale("log")
+        axis.set_ylim(floor * peak, 3 * peak)
+        trace = f"trace {result.trace:.3g} ± {result.trace_error:.1g}"
+        axis.set_title(f"{name}, {trace}, BN {result.origin['bn']}", fontsize="medium")
+        axis.set_ylabel("density")
+    axes[-1].set_xlabel("eigenvalue of the Hessian")
+    return figure
+
+
+def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
+    """Expected loss against perturbation radius, with error bars and second-order theory."""
+    by_name = named(results)
+    figure, axes = panels(len(by_name), share=True)
+    labels = {"random": "random", "sam": "adversarial, one step", "pgd": "adversarial, ascent"}
+    for axis, (name, result) in zip(axes, by_name.items(), strict=True):
+        top = float(result.loss[torch.isfinite(result.loss)].max())
+        for i, kind in enumerate(result.kinds):
+            errors = torch.nan_to_num(result.error[i], nan=0.0)
+            axis.errorbar(
+                result.radii,
+                result.loss[i],
+                yerr=errors,
+                **line_style(i),
+                marker="osd"[i % 3],
+                markersize=4,
+                capsize=2,
+                label=labels[kind],
+            )
+            # Far out second order says nothing; cut it where it leaves the picture.
+            theory_line = result.theory[i].where(result.theory[i] <= 1.2 * top, math.nan)
+            if torch.isfinite(theory_line).any():
+                axis.plot(
+                    result.radii,
+                    theory_line,
+                    color=COLOURS[i % len(COLOURS)],
+                    linewidth=3,
+                    alpha=0.3,
+                )
+        axis.axhline(result.base, color="grey", linewidth=0.8)
+        axis.set_xscale("log")
+        if float(result.loss.nan_to_num(math.inf).min()) > 0 and top > 20 * result.base:
+            axis.set_yscale("log")
+        axis.set_title(f"{name}, batch {result.batch}, n = {result.origin['samples']}")
+        axis.set_xlabel(r"perturbation radius $\|\epsilon\|$")
+    axes[0].set_ylabel("expected loss (wide pale lines: second order)")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def tradeoff_figure(
+    alpha: float = 1.0,
+    beta: float = 10.0,
+    d: int = 100,
+    *,
+    lams: Sequence[float] = (1.0, 0.9, 0.7, 0.5, 0.3),
+    points: int = 120,
+) -> Figure:
+    """Smoothness of the mixed loss against the noise floor, over sigma and lam.
+
+    Left: one curve a lam, sigma running from `alpha / 4 beta` to `8 alpha / beta`; a curve below
+    and to the left of `lam = 1` (RWP) is the better trade. Right: the smoothness over sigma and
+    lam, with lines of equal noise floor.
+    """
+    figure, (left, right) = panels(2, width=5.0)
+    sigmas = [alpha / beta * 4 ** (-1 + 2.5 * i / (points - 1)) for i in range(points)]
+    for i, lam in enumerate(lams):
+        floors = [theory.noise_floor(beta, sigma, d, lam) for sigma in sigmas]
+        smooth = [theory.mixed_smoothness(alpha, beta, sigma, lam) for sigma in sigmas]
+        name = r"$\lambda$ = 1 (RWP)" if lam == 1 else rf"$\lambda$ = {lam:g}"
+        left.plot(floors, smooth, **line_style(i), label=name)
+    left.axvspan(*(theory.noise_floor(beta, m * alpha / beta, d) for m in (1, 2)), alpha=0.12)
+    left.set_xscale("log")
+    left.set_xlabel(r"noise floor $2\beta^2\lambda^2\sigma^2 d$ (shaded: the lemma's range)")
+    left.set_ylabel("smoothness (lower is smoother)")
+    left.legend(frameon=False)
+    _draw_tradeoff_map(figure, right, alpha, beta, d, sigmas)
+    return figure
+
+
+def _draw_tradeoff_map(
+    figure: Figure, axis: Axes, alpha: float, beta: float, d: int, sigmas: list[float]
+) -> None:
+    lams = [i / 60 for i in range(1, 61)]
+    smooth = [[theory.mixed_smoothness(alpha, beta, s, lam) for s in sigmas] for lam in lams]
+    floors = [[theory.noise_floor(beta, s, d, lam) for s in sigmas] for lam in lams]
+    image = axis.pcolormesh(sigmas, lams, smooth, cmap=SURFACE, shading="nearest", rasterized=True)
+    levels = [10**e for e in range(-12, 13)]
+    lines = axis.contour(sigmas, lams, floors, levels, colors="black", linewidths=0.8)
+    axis.clabel(lines, fmt=lambda level: f"{level:g}", fontsize="small")
+    axis.set_xscale("log")
+    ticks = [m * alpha / beta for m in (0.25, 0.5, 1, 2, 4, 8)]
+    axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel(r"$\sigma$ (lines: equal noise floor)")
+    axis.set_ylabel(r"$\lambda$")
+    figure.colorbar(image, ax=axis, label="smoothness")
+
+
+def _draw_surface(axis: Any, result: Landscape, z: Any, kind: str, norm: Any) -> None:
+    import numpy as np
+    from matplotlib import colormaps
+
+    b, a = np.meshgrid(result.b.numpy(), result.a.numpy())
+    if kind == "surface":
+        # A 3-D axis has no logarithmic scale of its own: heights are the colour scale's.
+        heights = norm(z).filled(np.nan)
+        faces = colormaps[SURFACE](np.ma.masked_invalid(heights))
+        axis.plot_surface(b, a, heights, facecolors=faces, rstride=1, cstride=1, linewidth=0)
+        axis.set_zticks([])
+        axis.set_zlim(0, 1)
+        axis.view_init(elev=35, azim=-60)
+        return
+    axis.set_aspect("equal")
+    axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
+    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading="nearest", rasterized=True)
+    if kind == "contour":
+        levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
+        axis.contour(b, a, z, levels=levels, colors="white", linewidths=0.6)
+    for colour, width in (("white", 3), ("black", 1)):
+        axis.plot(0, 0, marker="+", color=colour, markersize=9, markeredgewidth=width)
+
+
+def _surface(name: str, result: Landscape, value: str) -> Any:
+    import numpy as np
+
+    chosen = result.loss if value == "loss" else result.accuracy
+    if chosen is None:
+        raise ValueError(f"{name} has no accuracy: its targets are not classes. Use the loss.")
+    z = np.ma.masked_invalid(chosen.numpy())
+    if z.count() == 0:
+        raise ValueError(f"{name} has no finite point to show. Take a smaller span.")
+    return z
+
+
+def _shared_norm(surfaces: list[Any], *, log: bool) -> Any:
+    from matplotlib.colors import LogNorm, Normalize
+
+    low, high = min(z.min() for z in surfaces), max(z.max() for z in surfaces)
+    kind = LogNorm if log and low > 0 and high > 20 * low else Normalize
+    return kind(low, high if high > low else low + 1e-12)

@@ -1,0 +1,116 @@
+"""The figures are looked at by people; these tests hold what a look can miss."""
+
+import builtins
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from steppe.analysis import Problem, interpolate, landscape, perturbation_curve, spectrum
+
+from .known import quadratic, rotated, settled_net
+
+pytest.importorskip("matplotlib")
+from steppe.report import figures
+
+
+@pytest.fixture(scope="module")
+def problems():
+    nets = {name: settled_net("conv", seed=seed) for name, seed in (("SGD", 0), ("RWP", 1))}
+    return {name: Problem(model, F.cross_entropy, data) for name, (model, data) in nets.items()}
+
+
+@pytest.fixture(scope="module")
+def surfaces(problems):
+    return {name: landscape(problem, n=5) for name, problem in problems.items()}
+
+
+def written(figure, folder):
+    paths = figures.save_figure(figure, folder / "figure")
+    assert [path.suffix for path in paths] == [".png", ".svg"]
+    assert paths[0].read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in paths[1].read_text()[:2000]
+    return figure
+
+
+@pytest.mark.parametrize("kind", ["contour", "surface", "heat"])
+def test_methods_share_one_colour_scale(kind, surfaces, tmp_path):
+    figure = written(figures.landscape_figure(surfaces, kind), tmp_path)
+    assert [axis.get_title() for axis in figure.axes[:2]] == ["SGD", "RWP"]
+    low = min(result.loss.min().item() for result in surfaces.values())
+    high = max(result.loss.max().item() for result in surfaces.values())
+    if kind != "surface":
+        for axis in figure.axes[:2]:
+            assert axis.collections[0].get_clim() == pytest.approx((low, high))
+    assert len(figure.axes) == 3  # two panels, one colour bar
+
+
+def test_holes_are_left_empty_and_counted(surfaces, tmp_path):
+    torn = surfaces["SGD"].loss.clone()
+    torn[0, :3] = float("nan")
+    torn[1, 0] = float("inf")
+    result = replace(surfaces["SGD"], loss=torn)
+    figure = written(figures.landscape_figure({"SGD": result}, "heat"), tmp_path)
+    assert figure.axes[0].get_title() == "SGD (4 not finite)"
+    assert figure.axes[0].collections[0].get_array().mask.sum() == 4
+    written(figures.landscape_figure(result, "surface"), tmp_path)
+    with pytest.raises(ValueError, match="no finite point to show"):
+        figures.landscape_figure(replace(result, loss=torch.full((5, 5), float("nan"))))
+
+
+def test_accuracy_can_be_shown_where_there_is_one(surfaces, tmp_path):
+    written(figures.landscape_figure(surfaces, "heat", value="accuracy"), tmp_path)
+    without = replace(surfaces["SGD"], accuracy=None)
+    with pytest.raises(ValueError, match="has no accuracy: its targets are not classes"):
+        figures.landscape_figure(without, value="accuracy")
+
+
+def test_slices_and_lines(problems, surfaces, tmp_path):
+    figure = written(figures.slice_figure(surfaces), tmp_path)
+    drawn = figure.axes[0].lines[0].get_ydata()
+    assert torch.equal(torch.as_tensor(drawn), surfaces["SGD"].loss[:, 2])
+    line = interpolate(problems["SGD"], problems["RWP"], n=5)
+    written(figures.slice_figure(line), tmp_path)
+
+
+def test_spectra_mark_the_largest_eigenvalue(problems, tmp_path):
+    results = {name: spectrum(problem, steps=10) for name, problem in problems.items()}
+    figure = written(figures.spectrum_figure(results), tmp_path)
+    for axis, result in zip(figure.axes, results.values(), strict=True):
+        assert f"{result.largest:.3g}" in axis.texts[0].get_text()
+        assert axis.lines[-1].get_xdata()[0] == result.largest
+
+
+def test_radius_curves_carry_error_bars_and_theory(problems, tmp_path):
+    radii = [0.01, 0.1, 1.0]
+    curves = {
+        n: perturbation_curve(p, radii, batch=6, directions=2, steps=1) for n, p in problems.items()
+    }
+    figure = written(figures.radius_figure(curves), tmp_path)
+    assert len(figure.axes[0].containers) == 3
+    plain = perturbation_curve(quadratic(rotated(torch.ones(4))), radii, ["random"])
+    written(figures.radius_figure(plain), tmp_path)
+
+
+def test_the_trade_off_draws_every_lam(tmp_path):
+    figure = written(figures.tradeoff_figure(lams=(1.0, 0.5)), tmp_path)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == [r"$\lambda$ = 1 (RWP)", r"$\lambda$ = 0.5"]
+
+
+def test_bad_input_is_named(surfaces, monkeypatch):
+    with pytest.raises(ValueError, match='kind must be "contour", "surface" or "heat"'):
+        figures.landscape_figure(surfaces, "map")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        figures.spectrum_figure({})
+    real = builtins.__import__
+
+    def without_matplotlib(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(ImportError, match=r"pip install 'steppe\[report\]'"):
+        figures.landscape_figure(surfaces)

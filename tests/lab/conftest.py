@@ -1,0 +1,37 @@
+"""Real data for tests: laid out once in the ignored folder `data/`, skipped where it is absent."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+PREPARE = PROJECT.parent / "shared" / "data" / "prepare"
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """A function from a data set's name to the folder that holds the real one."""
+    root = Path(os.environ.get("STEPPE_TEST_DATA", PROJECT / "data" / "real"))
+
+    def prepared(name):
+        ready = root / f".ready-{name}"
+        if ready.exists():
+            return root
+        if not PREPARE.exists():
+            pytest.skip(f"the real {name} is not on this machine ({PREPARE} is absent)")
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / ".lock").open("w") as lock:  # several test processes may ask at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            command = [sys.executable, str(PREPARE), str(root), name]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not done.returncode:
+                ready.touch()
+        if done.returncode:
+            pytest.skip(f"the real {name} could not be prepared: {done.stderr.strip()[-200:]}")
+        return root
+
+    return prepared

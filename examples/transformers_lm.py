@@ -1,7 +1,8 @@
 """Flat minima in a Transformers Trainer: a tiny causal language model from its config.
 
-Learns sequences with a rule (each token is the sum of the two before it) of which a tenth of the
-tokens are wrong, and reports the loss on clean ones. Nothing is downloaded. About 20 seconds.
+Learns 64 sequences with a rule (each token is the sum of the two before it), a tenth of whose
+labels are wrong, and reports the loss on others without errors. Nothing is downloaded. About 25
+seconds on an idle core; one seed, so a demonstration and no evidence.
 
     python examples/transformers_lm.py
 """
@@ -12,7 +13,13 @@ import warnings
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.utils import logging
 
 import steppe
@@ -54,16 +61,18 @@ def train(method: steppe.Method, steps: int, accumulate: int = 1) -> float:
                 max_steps=steps,
                 learning_rate=3e-3,
                 per_device_train_batch_size=32,
+                per_device_eval_batch_size=256,
                 gradient_accumulation_steps=accumulate,
                 report_to="none",
                 save_strategy="no",
                 logging_strategy="no",
                 disable_tqdm=True,
             ),
-            train_dataset=sequences(256, seed=0, noise=0.1),
-            eval_dataset=sequences(512, seed=1, noise=0.0),
+            train_dataset=sequences(64, seed=0, noise=0.1),
+            eval_dataset=sequences(256, seed=1, noise=0.0),
             callbacks=[Perturb(method)],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         loss: float = trainer.evaluate()["eval_loss"]
     return loss
@@ -72,12 +81,12 @@ def train(method: steppe.Method, steps: int, accumulate: int = 1) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="four steps: only to see it run")
-    steps = 4 if parser.parse_args().quick else 150
+    steps = 4 if parser.parse_args().quick else 120
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     print(f"AdamW         {train(steppe.sgd(), steps):.3f}")
-    print(f"with ARWP     {train(steppe.arwp(), steps):.3f}")
+    print(f"with ARWP     {train(steppe.arwp(ratio=0.1), steps):.3f}")
     print(f"with SAM      {train(steppe.sam(0.05), steps):.3f}  (two gradients a step)")
     print(f"with m-ARWP   {train(steppe.m_arwp(), steps, accumulate=2):.3f}  (the same)")
 

@@ -26,9 +26,13 @@ class Net(LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = loss_fn(self.net(x), y)
-        self.seen.append(weights_of(self))
+        self.look()
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
+
+    @torch.compiler.disable
+    def look(self):
+        self.seen.append(weights_of(self))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -164,6 +168,16 @@ def test_other_shapes_of_training_steps(shape):
     for method in (ARWP, steppe.sam(0.1)):
         module, perturb = fit(method, Other())
         same_training(perturb, module, *reversed(by_hand(method)))
+
+
+def test_a_compiled_module():
+    module = Net()
+    perturb = Perturb(ARWP)
+    trainer(perturb).fit(torch.compile(module, backend="eager"), loader())
+    model, perturber = by_hand(ARWP)
+    assert perturb.perturber.step == perturber.step
+    for found, wanted in zip(weights_of(module), weights_of(model), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_strength_zero_is_lightning_without_steppe():

@@ -206,6 +206,19 @@ def test_a_callback_cannot_serve_sam_and_says_what_can(tmp_path):
         trainer.train()
 
 
+def test_torch_compile(tmp_path):
+    trainer, perturb = make(
+        ARWP, tmp_path, kind=PerturbTrainer, torch_compile=True, torch_compile_backend="eager"
+    )
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
+    model = language_model()
+    perturber = by_hand(ARWP, model, trainer.data_collator.batches)
+    assert perturb.perturber.step == perturber.step
+    for found, wanted in zip(weights_of(trainer.model), weights_of(model), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
 class Gradients(TrainerCallback):
     def __init__(self):
         self.seen = []

@@ -26,13 +26,9 @@ class Net(LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = loss_fn(self.net(x), y)
-        self.look()
+        self.seen.append(weights_of(self))
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
-
-    @torch.compiler.disable
-    def look(self):
-        self.seen.append(weights_of(self))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -171,7 +167,13 @@ def test_other_shapes_of_training_steps(shape):
 
 
 def test_a_compiled_module():
-    module = Net()
+    class Silent(Net):
+        """torch cannot compile Lightning's self.log."""
+
+        def training_step(self, batch, batch_idx):
+            return loss_fn(self.net(batch[0]), batch[1])
+
+    module = Silent()
     perturb = Perturb(ARWP)
     trainer(perturb).fit(torch.compile(module, backend="eager"), loader())
     model, perturber = by_hand(ARWP)
@@ -242,6 +244,35 @@ def test_attach_options_arrive():
     _, perturb = fit(ARWP, attach={"exclude": ("net.0.*",), "seed": 7})
     assert "left out   net.0.weight: excluded by 'net.0.*'" in str(perturb.perturber)
     assert perturb.perturber.state_dict()["seed"] == 7
+
+
+@pytest.mark.slow
+def test_the_package_pytorch_lightning_too():
+    """The same code under another name, with classes of its own."""
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Module(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def training_step(self, batch, batch_idx):
+            return loss_fn(self.net(batch[0]), batch[1])
+
+        configure_optimizers = Net.configure_optimizers
+
+    for method in (ARWP, steppe.sam(0.1)):
+        module, perturb = Module(), Perturb(method)
+        other.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            callbacks=[perturb],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, loader())
+        same_training(perturb, module, *reversed(by_hand(method)))
 
 
 # ---------------------------------------------------------------------- mixed precision

@@ -15,8 +15,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## the first example: flat minima on scikit-learn's digits
-	$(BIN)/python examples/digits.py
+DEMO := runs/demo
+TUNING := --tune --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
+
+demo: $(STAMP)  ## compare the paper's six methods on digits, with noisy and with clean labels
+	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp --recipe digits --seeds 10 $(TUNING) \
+		--store $(DEMO) --out $(DEMO)/noisy.json
+	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
+	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
+		--store $(DEMO) --out $(DEMO)/clean.json
 
 test: lint types unit  ## lint, types and tests
 

@@ -1,0 +1,118 @@
+"""Peak memory of a training step over plain SGD, in copies of the parameters.
+
+    python benchmarks/memory.py [--layers 6] [--quick] [--out FILE]
+
+Each contender trains a stack of 4096-wide linear layers (100 M parameters, 0.4 GB) for three steps in a
+process of its own; the highest resident memory is read from the operating system, the one of SGD taken
+off, and the rest divided by the size of the parameters. Not a timing: load does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import measure
+from released import ReleasedARWP
+
+import steppe
+
+METHODS = {
+    "RWP": steppe.rwp(0.001),
+    "ARWP": steppe.arwp(0.001),
+    "MSAM": steppe.msam(0.1),
+    "ARWP, element-wise": steppe.arwp(0.001, elementwise=True),
+    "SAM": steppe.sam(0.05),
+    "ASAM": steppe.asam(0.05),
+    "m-RWP": steppe.m_rwp(0.001),
+    "m-ARWP": steppe.m_arwp(0.001),
+    "m-ARWP, element-wise": steppe.m_arwp(0.001, elementwise=True),
+}
+BARS = {
+    "RWP": 1.1,
+    "ARWP": 1.1,
+    "MSAM": 2.1,
+    "ARWP, element-wise": 2.1,
+    "m-RWP": 2.1,
+    "m-ARWP": 2.1,
+}
+
+
+def train(name: str, layers: int, width: int) -> None:
+    """Three steps in this process; prints its peak memory in bytes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(4, width)
+    if name == "ARWP, released form":
+        released = ReleasedARWP(model, 0.001)
+        for _ in range(3):
+            released.perturb()
+            model(x).square().mean().backward()
+            released.restore()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        method = METHODS.get(name, steppe.sgd())
+        perturber = steppe.attach(model, optimizer, method)
+        for _ in range(3):
+            perturber.backward(lambda: model(x).square().mean(), *[()] * method.batches_needed)
+            optimizer.step()
+            optimizer.zero_grad()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(peak if sys.platform == "darwin" else 1024 * peak)
+
+
+def peak_of(name: str, layers: int, width: int) -> int:
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        name,
+        "--layers",
+        str(layers),
+        "--width",
+        str(width),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--quick", action="store_true", help="a small network, three contenders")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        train(arguments.one, arguments.layers, arguments.width)
+        return
+    if arguments.quick:
+        arguments.layers = 1
+    names = ["RWP", "MSAM", "SAM"] if arguments.quick else [*METHODS, "ARWP, released form"]
+    size = 4 * arguments.layers * (arguments.width**2 + arguments.width)
+    plain = peak_of("SGD", arguments.layers, arguments.width)
+    print(f"{size // 4:,} parameters; extra peak memory over SGD, in copies of them")
+    found = {}
+    for name in names:
+        found[name] = (peak_of(name, arguments.layers, arguments.width) - plain) / size
+        bar = f"  (bar {BARS[name]})" if name in BARS else ""
+        print(f"{name:24}{found[name]:>7.2f}{bar}", flush=True)
+    result = {"parameters": size // 4, "copies": found, "bars": BARS}
+    print("written to", measure.write("memory", json.loads(json.dumps(result)), arguments.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The command line: `steppe COMMAND …`, also `python -m steppe COMMAND …`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import steppe
+
+USAGE = """usage: steppe COMMAND [OPTIONS]
+
+Train PyTorch models into flat minima, and find out whether it helps.
+
+{commands}
+
+`steppe COMMAND --help` says more. The first thing to try: steppe compare
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and leave with its exit code: 0, 2 for a mistake, 130 for Ctrl-C."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of a command."""
+    try:
+        from steppe.lab.commands import COMMANDS, Stopped, parse
+        from steppe.lab.errors import Interrupted, LabError
+    except ModuleNotFoundError as error:
+        return _fail(f"the commands need {error.name}: pip install 'steppe[lab]'")
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {_summary(command)}" for name, command in COMMANDS.items()]
+        sys.stdout.write(USAGE.format(commands="\n".join(lines)))
+        return 0
+    if arguments[0] == "--version":
+        sys.stdout.write(f"steppe {steppe.__version__}\n")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    _log("-q" in rest or "--quiet" in rest)
+    try:
+        parse(name, rest).run()
+    except LabError as error:
+        return _fail(str(error))
+    except Interrupted as stop:
+        sys.stderr.write(f"{_capital(str(stop))}.\n")
+        if stop.folder is not None:
+            sys.stderr.write(f"Go on with: steppe train --resume {stop.folder}\n")
+        return 130
+    except Stopped as stop:
+        sys.stderr.write(f"Stopped: {stop}, the others are saved. The same command goes on.\n")
+        return 130
+    except KeyboardInterrupt:
+        sys.stderr.write("Stopped at once; the last checkpoint is kept.\n")
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+    return 0
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever sys.stderr is now: progress bars put themselves in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        sys.stderr.write(f"{mark}{self.format(record)}\n")
+
+
+def _log(quiet: bool) -> None:
+    logger = logging.getLogger("steppe")
+    if not logger.handlers:
+        logger.addHandler(_Stderr())
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"steppe: {' '.join(message.split())}\n")
+    return 2
+
+
+def _summary(command: type) -> str:
+    return (command.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

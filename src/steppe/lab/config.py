@@ -1,0 +1,242 @@
+"""One training run, completely described by one frozen dataclass.
+
+The same class is the configuration file of a run, the help text of the commands and what a
+recipe returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Suppress
+
+from steppe.lab.coercion import coerce, field_types
+from steppe.lab.errors import LabError, unknown
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run: what is trained on what, by which method, for how long, from which seed."""
+
+    data: str = "digits"
+    """A data set that `steppe data` lists, a folder of class folders, or module:function."""
+    model: str = "mlp"
+    """A built-in model, torchvision:NAME, timm:NAME, or module:function."""
+    method: str = "sgd"
+    """The method and its options: sgd, sam:rho=.1, arwp:ratio=.6,eta=1, m-arwp:sigma=.015 …"""
+    seed: int = 0
+    """Fixes initial weights, data order, augmentation and noise."""
+
+    epochs: float = 30.0
+    """How often SGD would see the data; every method takes that many optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps; given, it decides and `epochs` is ignored."""
+    batch: int = 128
+    """Samples per pass; a two-batch method sees twice as many per step."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """What turns the gradient into a step."""
+    lr: float = 0.1
+    """The highest learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate over the steps: cosine to 0, or constant."""
+    warmup: int = 0
+    """Optimizer steps of linear warm-up before that."""
+    momentum: float = 0.9
+    """Momentum of SGD (no Nesterov)."""
+    weight_decay: float = 5e-4
+    """Weight decay, as the optimizer understands it."""
+    clip: float | None = None
+    """Clip the gradient to this norm."""
+
+    train_size: int | None = None
+    """Use only so many training samples (stratified)."""
+    label_noise: float = 0.0
+    """Replace this part of the training labels at random."""
+    augment: tuple[str, ...] | None = None
+    """Augmentations of the training data; none given: those usual for the data set."""
+    validation: float = 0.0
+    """Hold back this part of the training data, to choose settings by."""
+    data_seed: int | None = 0
+    """Fixes subset, label noise and validation split; none: they follow the seed."""
+    root: str | None = None
+    """The folder where data sets are."""
+    data_options: Annotated[Mapping[str, Value], Suppress] = field(default_factory=dict)
+    """Further options of the data set (--set data_options.NAME=VALUE)."""
+
+    width: float = 1.0
+    """Multiplies the width of a built-in model."""
+    model_options: Annotated[Mapping[str, Value], Suppress] = field(default_factory=dict)
+    """Further options of the model (--set model_options.NAME=VALUE)."""
+    init: str | None = None
+    """Start from the weights in this file (a plain state dict): fine-tuning."""
+    task: str | None = None
+    """classification, regression or module:function; none: what the data says."""
+
+    eval_every: int = 1
+    """Evaluate on the test data every so many epochs; 0: only at the end."""
+    eval_train: int = 10_000
+    """Training samples for the training metrics at the end, un-augmented."""
+    track_train: bool = False
+    """Evaluate them at every evaluation: the training loss at the true weights over time."""
+    recompute_norm: bool = False
+    """Also evaluate with BatchNorm statistics recomputed at the final weights."""
+    checkpoint_minutes: float = 5.0
+    """Save at least so often; 0: after every step."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto: a GPU if there is one."""
+    threads: int | None = None
+    """CPU threads; results depend on them to the last bit. None: torch's choice."""
+    channels_last: bool = False
+    """Memory layout of images; faster for convolution nets."""
+    workers: int = 0
+    """Processes that load data."""
+
+    recipe: Annotated[str, Suppress] = ""
+    """The recipe this came from."""
+    code: Annotated[str, Suppress] = ""
+    """Fingerprint of the user's own code, data and initial weights, where the run uses any."""
+
+    def __post_init__(self) -> None:
+        for name in FLOATS:  # 30 and 30.0 are one config
+            object.__setattr__(self, name, float(getattr(self, name)))
+        check(self)
+
+    def replace(self, **changes: Any) -> Config:
+        """The same run with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def override(self, settings: Mapping[str, object]) -> Config:
+        """The same run with fields changed by name, from text or from values.
+
+        >>> Config().override({"epochs": "3", "model_options.depth": "2"}).model_options
+        {'depth': 2}
+        """
+        types = field_types(Config)
+        changes: dict[str, Any] = {}
+        for name, value in settings.items():
+            key, _, option = name.replace("-", "_").partition(".")
+            if key not in types:
+                raise unknown("setting", name, set(types) - {"recipe", "code"})
+            if option:
+                options = changes.get(key, getattr(self, key))
+                if not isinstance(options, Mapping):
+                    raise LabError(f"{key} takes one value, not options: write {key}=…")
+                changes[key] = {**options, option: coerce(name, value, Value)}
+            else:
+                changes[key] = coerce(name, value, types[key])
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON can hold them."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    @property
+    def identity(self) -> str:
+        """Runs with the same identity end with the same weights, bit for bit."""
+        return _digest(self, without=OUTSIDE)
+
+    @property
+    def experiment(self) -> str:
+        """Runs of one experiment differ in seed and machine alone."""
+        return _digest(self, without=OUTSIDE | MACHINE | {"seed"})
+
+
+OUTSIDE = {"root", "keep", "checkpoint_minutes", "workers", "recipe"}
+"""Fields that leave the trained weights and their metrics unchanged."""
+
+RECORDED = {"eval_every", "eval_train", "track_train", "recompute_norm"}
+MACHINE = {"device", "threads", "channels_last"} | RECORDED
+"""Fields that leave the experiment the same, but not its last bits or what is recorded."""
+
+FLOATS = (
+    "epochs",
+    "lr",
+    "momentum",
+    "weight_decay",
+    "label_noise",
+    "validation",
+    "width",
+    "checkpoint_minutes",
+)
+POSITIVE = ("epochs", "batch", "lr", "width", "keep", "eval_train")
+NOT_NEGATIVE = ("warmup", "weight_decay", "eval_every", "checkpoint_minutes", "workers", "momentum")
+
+
+def check(config: Config) -> None:
+    """Raise for values that no run can have."""
+    for name in POSITIVE + NOT_NEGATIVE:
+        value = getattr(config, name)
+        low = value > 0 if name in POSITIVE else value >= 0
+        if not (low and math.isfinite(value)):
+            bound = "above 0" if name in POSITIVE else "at least 0"
+            raise LabError(f"{name} must be {bound}, got {value}.")
+    for name in ("steps", "train_size", "clip", "threads"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise LabError(f"{name} must be above 0, got {value}.")
+    for name in ("label_noise", "validation"):
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise LabError(f"{name} must be in [0, 1), got {value}.")
+    choices = {"optimizer": ("sgd", "adam", "adamw"), "schedule": ("cosine", "constant")}
+    for name, valid in choices.items():
+        if getattr(config, name) not in valid:
+            raise unknown(name, str(getattr(config, name)), valid)
+
+
+def from_dict(values: Mapping[str, object]) -> Config:
+    """A config from a mapping; unknown names are errors."""
+    return Config().override(values)
+
+
+def read_config(file: Path) -> Config:
+    """A config from a TOML or JSON file; a run's own config.json repeats it."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LabError(f"cannot read the config file {file}: {error.strerror}.") from None
+    try:
+        values = json.loads(text) if file.suffix == ".json" else _parse_toml(text)
+    except ValueError as error:
+        raise LabError(f"{file} is not valid {file.suffix.lstrip('.').upper()}: {error}.") from None
+    if not isinstance(values, dict):
+        raise LabError(f"{file} must hold a table of settings, got a {type(values).__name__}.")
+    return from_dict(values)
+
+
+def settings(pairs: tuple[str, ...]) -> dict[str, str]:
+    """`("epochs=30", "lr=.1")` as a mapping."""
+    found = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not (sign and name):
+            raise LabError(f"write a setting as NAME=VALUE, for example epochs=30; got {pair!r}.")
+        found[name] = value
+    return found
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
+
+
+def _digest(config: Config, *, without: set[str]) -> str:
+    kept = {name: value for name, value in config.to_dict().items() if name not in without}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

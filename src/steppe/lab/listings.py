@@ -1,0 +1,213 @@
+"""The commands that show what is there: recipes, runs, the paper's tables, data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from tyro.conf import Positional
+
+from steppe.lab import data, reproduction
+from steppe.lab.errors import LabError, explained
+from steppe.lab.recipes import PAPER, RECIPES, recipe
+from steppe.lab.results import stored
+from steppe.lab.runs import DEFAULT_STORE, Run, Store, to_csv
+from steppe.lab.tables import Format, Table, wrapped
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """List the recipes: the paper's settings, and CPU-sized ones.
+
+    With a name: its settings, as a config file that --config takes.
+    """
+
+    name: Annotated[Positional[str | None], tyro.conf.arg(metavar="RECIPE")] = None
+    """Show this recipe's settings."""
+    method: str = "sgd"
+    """For this method."""
+
+    def run(self) -> None:
+        if self.name is not None:
+            chosen = recipe(self.name, self.method).to_dict()
+            _write(
+                "\n".join(
+                    f"{name} = {_toml(value)}"
+                    for name, value in chosen.items()
+                    if value is not None
+                )
+            )
+            return
+        rows = []
+        for name, function in RECIPES.items():
+            about = (function.__doc__ or "").partition("\n")[0].rstrip(".")
+            rows.append((name, "the paper's" if name in PAPER else "CPU-sized", about))
+        _write(_left(rows))
+        _write("\nEach takes --method: sgd, sam, rwp, arwp, m-rwp, m-arwp (and asam, msam, …).")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """List runs, show one, or remove some.
+
+    Example: steppe runs show digits-arwp-seed0; steppe runs show RUN --csv > metrics.csv
+    """
+
+    action: Positional[Literal["list", "show", "remove"]] = "list"
+    """What to do."""
+    names: Positional[tuple[str, ...]] = ()
+    """Runs, by folder, name or an unmistakable part of the name."""
+    csv: bool = False
+    """As CSV: all results (list), or the metrics of each epoch (show)."""
+    store: Path = DEFAULT_STORE
+    """The folder of runs."""
+
+    def run(self) -> None:
+        store = Store(self.store)
+        if self.action == "list":
+            _write(self._list(store.runs()))
+            return
+        if not self.names:
+            raise LabError(f"say which run to {self.action}: steppe runs {self.action} NAME.")
+        for run in [store.get(name) for name in self.names]:
+            if self.action == "show":
+                _write(to_csv(run.metrics).rstrip() if self.csv else _about(run))
+            else:
+                store.remove(run)
+                _write(f"removed {run.folder}")
+
+    def _list(self, runs: list[Run]) -> str:
+        if not runs:
+            return f"No runs in {self.store} yet. The first: steppe train digits"
+        records = [_summary(run) for run in runs]
+        if self.csv:
+            return to_csv(records).rstrip()
+        names = ("run", "status", "step", "metric", "test", "seconds")
+        rows = tuple(tuple(_cell(record.get(name)) for name in names) for record in records)
+        return Table(names, rows).text()
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """Show a table of the paper's beside our runs of the full recipes."""
+
+    name: Annotated[Positional[str], tyro.conf.arg(metavar="{overview,cifar,imagenet,batches}")]
+    """Table 1, Table 2, Table 3, or the ablation over batches."""
+    format: Format = "text"
+    """How the table is written."""
+    store: Path = DEFAULT_STORE
+    """The folder of runs."""
+
+    def run(self) -> None:
+        table = reproduction.table(self.name, self.store).render(self.format)
+        _write(wrapped(table) if self.format == "text" else table)
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """List the data sets that are there, fetch one, or verify one.
+
+    Example: steppe data fetch cifar10
+    """
+
+    action: Positional[Literal["list", "fetch", "verify"]] = "list"
+    """What to do."""
+    names: Positional[tuple[str, ...]] = ()
+    """Data sets."""
+    root: Path | None = None
+    """The folder where data sets are."""
+    url: str | None = None
+    """A mirror to fetch from."""
+
+    def run(self) -> None:
+        if self.action == "list":
+            found = {item.name: item.where for item in data.available(self.root)}
+            rows = [(name, found.get(name, "not here")) for name in data.names()]
+            _write(_left(rows))
+            _write("\nBesides: folder:PATH (class folders of images), module:function.")
+            return
+        if not self.names:
+            raise LabError(f"say what to {self.action}: steppe data {self.action} cifar10.")
+        for name in self.names:
+            with explained(f"{self.action} {name}"):
+                _write(
+                    fetched(name, self.root, self.url)
+                    if self.action == "fetch"
+                    else data.verify(name, self.root)
+                )
+
+
+def fetched(name: str, root: Path | None, url: str | None) -> str:
+    """Download with a progress bar, on a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks = {}
+
+        def progress(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bars.add_task(file, total=total)
+            bars.update(tasks[file], completed=done)
+
+        return f"{name} is in {data.fetch(name, root, url, progress)}"
+
+
+def _summary(run: Run) -> dict[str, object]:
+    result = stored(run)
+    record: dict[str, object] = {"run": run.name, "status": run.status}
+    if result is None:
+        return {**record, "step": run.progress()}
+    record |= {"step": result.steps, "metric": result.metric, "seconds": round(result.seconds, 1)}
+    if result.status == "finished":
+        record["test"] = result.score()
+    return record
+
+
+def _about(run: Run) -> str:
+    """A run in a few lines: result, where it ran, its files."""
+    result = stored(run)
+    lines = [f"{run.folder}  ({run.status})"]
+    if result is None:
+        lines.append(f"step {run.progress()}; go on with: steppe train --resume {run.folder}")
+    else:
+        lines.append(result.table())
+    lines += [f"{name:10} {value}" for name, value in run.environment.items() if value is not None]
+    return "\n".join(lines)
+
+
+def _left(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")

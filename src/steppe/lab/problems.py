@@ -1,0 +1,167 @@
+"""What a run works on: its data, its model and its task, by name or given as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from steppe.lab import data as datasets
+from steppe.lab import models, tasks
+from steppe.lab.config import Config
+from steppe.lab.data import Data
+from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
+from steppe.lab.errors import LabError, explained
+from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
+from steppe.lab.naming import user_function
+from steppe.lab.pretrained import load_weights
+from steppe.lab.tasks import Task
+
+ModelFn = Callable[[], nn.Module]
+GIVEN = "given:"
+"""Prefix of names of data, models and tasks that came as Python objects."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Python objects in place of names: a function that makes the model, data sets, a task.
+
+    `data` may be a function of the seed, for data that should differ between seeds.
+    """
+
+    model: ModelFn | None = None
+    data: Data | Callable[[int], Data] | None = None
+    task: Task | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, a new model and a task."""
+
+    data: Data
+    model: nn.Module
+    task: Task
+
+
+def named(config: Config, sources: Sources) -> Config:
+    """The config with names for the objects given, and a fingerprint of what no name pins down."""
+    changes: dict[str, str] = {}
+    code: list[object] = []
+    if sources.model is not None:
+        changes["model"] = GIVEN + getattr(sources.model, "__qualname__", "model")
+        code.append(sources.model)
+    if sources.data is not None:
+        changes["data"] = GIVEN + (getattr(sources.data, "name", None) or "data")
+    if sources.task is not None:
+        changes["task"] = GIVEN + sources.task.name
+        code.append(sources.task.loss)
+    for name in (config.data, config.model, config.task):
+        if name and _is_user_code(name):
+            with explained(name):
+                code.append(user_function(name))
+    fingerprint = source_fingerprint(*code) if code else ""
+    if isinstance(sources.data, Data):
+        fingerprint += data_fingerprint(sources.data)
+    if config.init is not None:
+        fingerprint += file_fingerprint(Path(config.init))
+    return config.replace(**changes, code=fingerprint)
+
+
+def load_problem(config: Config, sources: Sources) -> Problem:
+    """Data, model and task of a run; the model is drawn from torch's global generator."""
+    for kind, name, given in (
+        ("model", config.model, sources.model),
+        ("data", config.data, sources.data),
+        ("task", config.task or "", sources.task),
+    ):
+        if name.startswith(GIVEN) and given is None:
+            raise LabError(
+                f"this run's {kind} came from Python code ({name}), which no file can bring back: "
+                "call steppe.lab.train again with it."
+            )
+    data = load_data(config, sources)
+    task = sources.task or tasks.get(config.task or data.task)
+    model = build_model(config, data, sources)
+    if config.init is not None:
+        load_weights(model, Path(config.init), outputs=data.classes)
+    _check_fit(model, data, task)
+    return Problem(data, model, task)
+
+
+def load_data(config: Config, sources: Sources) -> Data:
+    """The data set of a run."""
+    seed = config.seed if config.data_seed is None else config.data_seed
+    with explained(f"data {config.data!r}"):
+        if sources.data is not None:
+            given = sources.data if isinstance(sources.data, Data) else sources.data(seed)
+            return _prepared(given, config, seed)
+        return datasets.load(
+            config.data,
+            root=None if config.root is None else Path(config.root),
+            seed=seed,
+            train_size=config.train_size,
+            label_noise=config.label_noise,
+            augment=config.augment,
+            validation=config.validation,
+            **config.data_options,
+        )
+
+
+def _prepared(data: Data, config: Config, seed: int) -> Data:
+    """Data given as an object, with what the config asks of it."""
+    if config.train_size is not None:
+        data = with_train_size(data, config.train_size, seed=seed)
+    if config.label_noise:
+        data = with_label_noise(data, config.label_noise, seed=seed)
+    if config.validation and data.validation is None:
+        data = with_validation(data, config.validation, seed=seed)
+    return data
+
+
+def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:
+    """A newly initialised model for the data."""
+    if sources.model is not None:
+        return sources.model()
+    with explained(f"model {config.model!r}"):
+        return models.build(
+            config.model,
+            classes=data.classes if data.classes is not None else 1,
+            shape=data.shape,
+            width=config.width,
+            **config.model_options,
+        )
+
+
+def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
+    """Raise now, in words, for a model that does not fit the data."""
+    x, y = next(iter(data.test.batches([torch.arange(min(2, len(data.test)))], augment_seed=None)))
+    training = model.training
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(x)
+    except (RuntimeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise LabError(
+            f"the model cannot take a batch of shape {tuple(x.shape)}: {first}"
+        ) from error
+    finally:
+        model.train(training)
+    if task.name == "classification" and data.classes != outputs.shape[-1]:
+        raise LabError(
+            f"the model gives {outputs.shape[-1]} outputs, but {data.name} has {data.classes} "
+            f"classes. Build the model with {data.classes} outputs."
+        )
+    task.measure(outputs, y)
+
+
+def shown_name(name: str) -> str:
+    """A data set's or model's name as tables show it."""
+    return name.removeprefix(GIVEN).replace("<lambda>", "own model")
+
+
+def _is_user_code(name: str) -> bool:
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix not in ("torchvision", "timm", GIVEN[:-1])

@@ -1,0 +1,155 @@
+"""How a training tells where it is: events, shown as bars, as log lines, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger("steppe")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A run has reached a step; `done` closes it, with a word on how it ended."""
+
+    run: str
+    step: int
+    steps: int
+    loss: float | None = None
+    metrics: tuple[tuple[str, float], ...] = ()
+    """The newest evaluation, by name."""
+    done: str = ""
+
+    def words(self) -> str:
+        """`loss 0.4321  accuracy 93.1`"""
+        parts = [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        return "  ".join([*parts, *(f"{name} {value:.4g}" for name, value in self.metrics)])
+
+
+Listener = Callable[[Event], None]
+
+
+class Display(Protocol):
+    """Shows events of one or several runs."""
+
+    def __call__(self, event: Event) -> None: ...
+    def __enter__(self) -> Display: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None: ...
+
+
+class Silent(AbstractContextManager["Silent"]):
+    """Shows nothing."""
+
+    def __call__(self, event: Event) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+class Lines(AbstractContextManager["Lines"]):
+    """Log lines: for one run every few seconds, for several one at the end of each."""
+
+    def __init__(self, runs: int = 1, seconds: float = 5.0) -> None:
+        self.runs, self.seconds = runs, seconds
+        self.finished = 0
+        self._last = -seconds
+
+    def __call__(self, event: Event) -> None:
+        now = time.monotonic()
+        if event.done:
+            self.finished += 1
+            count = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
+            logger.info("%s%s: %s  %s", count, event.run, event.done, event.words())
+        elif self.runs == 1 and event.metrics and now - self._last >= self.seconds:
+            self._last = now
+            logger.info("%s: step %d/%d  %s", event.run, event.step, event.steps, event.words())
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+class Bars(AbstractContextManager["Bars"]):
+    """Bars on a terminal or in a notebook: one per active run, and one for all if there are several."""
+
+    def __init__(self, weights: Mapping[str, float], title: str) -> None:
+        self.weights = weights
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[rate]}", style="cyan"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[words]}"),
+            console=Console(stderr=True),
+            speed_estimate_period=120,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self.parts: dict[str, float] = {}
+        self.finished = 0
+        self.whole: TaskID | None = None
+        if len(weights) > 1:
+            words = f"0/{len(weights)} runs"
+            self.whole = self.progress.add_task(
+                title, total=sum(weights.values()), rate="", words=words
+            )
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        if event.run not in self.tasks:
+            self.tasks[event.run] = self.progress.add_task(
+                event.run, total=event.steps, completed=event.step, rate="", words=""
+            )
+        task = self.tasks[event.run]
+        speed = next(t.speed for t in self.progress.tasks if t.id == task)
+        rate = f"{speed:.0f} steps/s" if speed else ""
+        self.progress.update(task, completed=event.step, rate=rate, words=event.words())
+        if self.whole is not None:
+            self._move_whole(event, task, self.whole)
+
+    def _move_whole(self, event: Event, task: TaskID, whole: TaskID) -> None:
+        part = 1.0 if event.done else event.step / event.steps
+        self.parts[event.run] = part
+        done = sum(self.weights.get(run, 1.0) * share for run, share in self.parts.items())
+        self.progress.update(whole, completed=done)
+        if event.done:
+            self.finished += 1
+            self.progress.update(whole, words=f"{self.finished}/{len(self.weights)} runs")
+            self.progress.remove_task(task)
+            del self.tasks[event.run]
+
+
+def display(
+    show: bool | None, weights: Mapping[str, float] | None = None, title: str = "all runs"
+) -> Display:
+    """Bars on a terminal and in notebooks, else log lines; `show=False`: nothing.
+
+    `weights` gives the share of work of each run, by name, where there are several.
+    """
+    if show is False:
+        return Silent()
+    weights = weights or {}
+    notebook = "ipykernel" in sys.modules
+    if notebook or sys.stderr.isatty():
+        return Bars(weights, title)
+    return Lines(max(1, len(weights)))

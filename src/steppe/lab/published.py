@@ -1,0 +1,73 @@
+"""The paper's numbers (Li et al., TMLR 2024): test accuracy in per cent, mean and deviation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steppe.lab.specs import PAPER
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One published result: a recipe, a method's spec, its mean, and the deviation of three runs."""
+
+    recipe: str
+    method: str
+    mean: float
+    std: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+def _cells(columns: dict[str, str]) -> tuple[Cell, ...]:
+    """Cells from a column of `mean` or `mean±std` per recipe, methods in the paper's order."""
+    cells = []
+    for recipe, text in columns.items():
+        for method, number in zip(PAPER, text.split(), strict=True):
+            mean, _, std = number.partition("±")
+            cells.append(Cell(recipe, method, float(mean), float(std) if std else None))
+    return tuple(cells)
+
+
+CIFAR = _cells(
+    {
+        "cifar10-vgg16-bn": "94.96±.15 95.43±.11 94.97±.07 95.07±.23 95.49±.16 95.61±.23",
+        "cifar10-resnet18": "96.10±.08 96.56±.11 96.01±.31 96.30±.03 96.58±.09 96.68±.13",
+        "cifar10-wrn-28-10": "96.85±.05 97.35±.04 96.73±.12 96.89±.11 97.21±.04 97.27±.09",
+        "cifar10-vit-s": "86.60±.03 87.48±.28 86.53±.04 86.88±.09 87.71±.13 88.18±.19",
+        "cifar100-vgg16-bn": "75.43±.29 76.74±.22 76.56±.10 77.07±.21 77.68±.14 77.98±.19",
+        "cifar100-resnet18": "78.10±.39 80.48±.25 80.21±.14 80.71±.24 81.18±.09 81.38±.12",
+        "cifar100-wrn-28-10": "82.51±.24 84.68±.21 83.67±.14 83.96±.09 84.37±.11 84.62±.15",
+        "cifar100-vit-s": "63.66±.28 64.83±.24 63.67±.41 64.12±.22 65.67±.09 66.13±.13",
+    }
+)
+"""Table 2."""
+
+IMAGENET = _cells(
+    {
+        "imagenet-vgg16-bn": "73.11 74.65 74.01 74.28 75.45 75.79",
+        "imagenet-resnet18": "70.32 70.77 70.46 70.71 71.42 71.58",
+        "imagenet-resnet50": "76.62 77.15 76.77 77.02 77.82 78.04",
+        "imagenet-vit-s32": "68.12 68.98 68.40 68.74 69.42 69.76",
+    }
+)
+"""Table 3, one run each."""
+
+BATCHES = (
+    Cell("cifar100-resnet18", "sam", 80.48, 0.25),
+    Cell("cifar100-resnet18", "sam:same_batch=false", 78.30, 0.11),
+    Cell("cifar100-resnet18", "m-arwp:same_batch=true", 81.14, 0.10),
+    Cell("cifar100-resnet18", "m-arwp", 81.38, 0.12),
+)
+"""The same or different batches for the two gradients of a step."""
+
+OVERVIEW = tuple(cell for cell in IMAGENET if cell.recipe == "imagenet-resnet50")
+"""Table 1 gives ResNet-50's accuracy on ImageNet."""
+
+RADIUS = {"sgd": "–", "sam": "small", "rwp": "medium", "arwp": "medium"}
+RADIUS |= {"m-rwp": "large", "m-arwp": "large"}
+GRADIENT = {"sgd": "–", "sam": "yes", "rwp": "no", "arwp": "yes", "m-rwp": "no", "m-arwp": "yes"}
+WORK = {"sgd": "1×", "sam": "2×", "rwp": "1×", "arwp": "1×", "m-rwp": "2×", "m-arwp": "2×"}
+TIME = {"sgd": "1×", "sam": "2×", "rwp": "1×", "arwp": "1×", "m-rwp": "1×", "m-arwp": "1×"}
+"""Table 1: perturbation radius, gradient information in it, compute, time with parallel passes."""

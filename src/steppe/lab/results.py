@@ -1,0 +1,97 @@
+"""What a run ended with."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from steppe.lab.config import Config, from_dict
+from steppe.lab.errors import LabError
+from steppe.lab.problems import shown_name
+from steppe.lab.runs import Run
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished (or diverged) run: its config, final metrics by split, and what it cost."""
+
+    config: Config
+    status: Literal["finished", "diverged"]
+    metric: str
+    higher_is_better: bool
+    unit: str
+    metrics: dict[str, dict[str, float]]
+    """Metrics of the final model by split: train, test, validation, and *_recomputed."""
+    steps: int
+    seconds: float
+    """Time in training steps, without evaluation."""
+    cpu_seconds: float
+    """Processor time of the same."""
+    flops: int
+    """Per optimizer step, all passes."""
+    parameters: int
+    strength: tuple[str, float] | None = None
+    """The kind and value of the method's strength, `("ratio", 0.6)`."""
+    perturbation: dict[str, float] = field(default_factory=dict)
+    """What the perturber did, averaged over the epochs: strength, radius ‖eps‖ …"""
+    data_note: str = ""
+    message: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    reused: bool = False
+
+    @property
+    def cost_seconds(self) -> float:
+        """Time as costs are compared by: on one CPU thread processor time, which other programs
+        on the machine do not stretch; else time on the wall."""
+        alone = self.config.device == "cpu" and self.config.threads == 1
+        return self.cpu_seconds if alone else self.seconds
+
+    def score(self, split: str = "test") -> float:
+        """The deciding metric on a split."""
+        if split not in self.metrics:
+            raise LabError(f"this run has no metrics on {split!r}, only {', '.join(self.metrics)}.")
+        return self.metrics[split][self.metric]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; `from_record` is the way back."""
+        content = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("config", "folder", "reused")
+        }
+        return {**content, "config": self.config.to_dict()}
+
+    def table(self) -> str:
+        """The final metrics, one line per split."""
+        about = f"{shown_name(self.config.data)} · {shown_name(self.config.model)}"
+        lines = [f"{about} · {self.config.method} · seed {self.config.seed}"]
+        if self.status == "diverged":
+            return "\n".join([*lines, f"diverged: {self.message}"])
+        for split, values in self.metrics.items():
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            lines.append(f"{split:10} {shown}")
+        lines.append(f"{'cost':10} {self.steps} steps in {self.seconds:.1f} s of training")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table())}</pre>"
+
+
+def from_record(content: dict[str, Any], folder: Path | None = None, reused: bool = True) -> Result:
+    """A result from its `to_dict`."""
+    strength = content["strength"]
+    values = {
+        **content,
+        "config": from_dict(content["config"]),
+        "strength": None if strength is None else (strength[0], strength[1]),
+    }
+    return Result(**values, folder=folder, reused=reused)
+
+
+def stored(run: Run) -> Result | None:
+    """The result of a run in the store, if it has one."""
+    content = run.result
+    return None if content is None else from_record(content, run.folder)

@@ -1,0 +1,207 @@
+"""What a comparison says: its table and its plain sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from steppe.lab.problems import shown_name
+from steppe.lab.statistics import ENOUGH, Difference, mean_std
+from steppe.lab.tables import Table, join_words, signed
+
+if TYPE_CHECKING:
+    from steppe.lab.comparison import Comparison, Row
+
+NAMES = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "rmse": "RMSE", "mae": "MAE"}
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """One row per method: the deciding metric, its difference to the baseline, the rest, the cost."""
+    metric = comparison.example.metric
+    header = (
+        "method",
+        "strength",
+        NAMES.get(metric, metric),
+        f"− {comparison.baseline.label.partition(' ')[0]} [interval]",
+        "p (Holm)",
+        "gap",
+        *(NAMES.get(name, name) for name in _others(comparison)),
+        "time ×",
+        "FLOPs ×",
+        "n",
+    )
+    rows = tuple(_cells(row, comparison) for row in comparison.rows)
+    return Table(header, rows, _title(comparison), _notes(comparison))
+
+
+def comparison_numbers(comparison: Comparison) -> Table:
+    """The same as numbers, one column each, for programs."""
+    metric = comparison.example.metric
+    others = _others(comparison)
+    header = (
+        *("method", "spec", "strength", "chosen", "trials", "n", f"{metric}_mean", f"{metric}_std"),
+        *("difference", "low", "high", "p", "p_holm", "verdict", "gap", *others, "time", "flops"),
+    )
+    rows = []
+    for row in comparison.rows:
+        told = row.difference
+        difference: tuple[object, ...] = ("",) * 6
+        if told is not None:
+            difference = (told.mean, told.low, told.high, told.p, told.p_holm, told.verdict)
+        cells: tuple[object, ...] = (
+            *(row.label, row.spec, row.strength, row.chosen, row.trials, len(row.finished)),
+            *mean_std(row.values("test", metric)),
+            *difference,
+            mean_std(row.gaps())[0],
+            *(mean_std(row.values("test", name))[0] for name in others),
+            row.cost.get("time", ""),
+            row.cost["flops"],
+        )
+        rows.append(tuple(str(cell) for cell in cells))
+    return Table(header, tuple(rows))
+
+
+def _others(comparison: Comparison) -> list[str]:
+    """The metrics that do not decide."""
+    example = comparison.example
+    return [name for name in example.metrics["test"] if name not in (example.metric, "loss")]
+
+
+def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
+    metric = comparison.example.metric
+    digits = _digits(comparison)
+    mean, std = mean_std(row.values("test", metric))
+    gap, _ = mean_std(row.gaps())
+    rest = (mean_std(row.values("test", name))[0] for name in _others(comparison))
+    return (
+        row.label,
+        row.strength or "–",
+        f"{mean:.{digits}f} ± {std:.{digits}f}" if row.finished else "diverged",
+        _interval(row.difference, digits),
+        "–" if row.difference is None else _p(row.difference),
+        signed(gap, digits).removeprefix("+"),
+        *(f"{value:.3f}" if value < 1 else f"{value:.1f}" for value in rest),
+        f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
+        f"{row.cost['flops']:.2f}",
+        str(len(row.finished)),
+    )
+
+
+def _digits(comparison: Comparison) -> int:
+    """Two for metrics in per cent; else enough for three figures of the baseline's spread."""
+    if comparison.example.unit:
+        return 2
+    mean, _ = mean_std(comparison.baseline.values("test", comparison.example.metric))
+    return max(0, 3 - math.floor(math.log10(abs(mean)))) if mean and math.isfinite(mean) else 4
+
+
+def _interval(difference: Difference | None, digits: int) -> str:
+    if difference is None:
+        return "–"
+    if difference.n < 2:
+        return signed(difference.mean, digits)
+    low, high = signed(difference.low, digits), signed(difference.high, digits)
+    return f"{signed(difference.mean, digits)} [{low}, {high}]"
+
+
+def _p(difference: Difference) -> str:
+    if difference.n < ENOUGH:
+        return "–"
+    return "<0.001" if difference.p_holm < 0.001 else f"{difference.p_holm:.3f}"
+
+
+def _title(comparison: Comparison) -> str:
+    example = comparison.example
+    config = example.config
+    about = shown_name(config.data)
+    if example.data_note:
+        about += f" ({example.data_note})"
+    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
+    return f"{about}, {shown_name(config.model)}, {example.steps} steps of batch {config.batch}, {seeds}"
+
+
+def _notes(comparison: Comparison) -> tuple[str, ...]:
+    environment = comparison.example.environment
+    lines = [comparison.sentence()] if comparison.sentence() else []
+    lines.append(
+        "Mean ± standard deviation over seeds, final model. Differences are paired by seed, with "
+        "t-intervals at the level of Holm's test over all rows. Gap: how much better the metric is on training data. Time: of "
+        "the training steps, median of the pairs."
+    )
+    tuned = [row for row in comparison.rows if row.trials]
+    if tuned:
+        trials = join_words([f"{row.label} {row.trials}" for row in tuned])
+        lines.append(
+            "Strengths were tuned on a validation split of the training data, with other seeds "
+            f"(runs spent: {trials}). Test data chose nothing."
+        )
+    elif any(row.chosen == "default" for row in comparison.rows):
+        lines.append("Strengths not given are the defaults, untuned (--tune chooses them).")
+    lines.append(
+        f"torch {environment.get('torch')}, steppe {environment.get('steppe')} "
+        f"({environment.get('commit') or 'installed'}), {environment.get('processor')}, "
+        f"{environment.get('threads')} thread(s) a run."
+    )
+    return tuple(lines)
+
+
+def comparison_sentence(comparison: Comparison) -> str:
+    """`Over 10 seeds, SAM (+9.21) and RWP (+6.90) are better than SGD in test accuracy; …`"""
+    example, base = comparison.example, comparison.baseline
+    digits = _digits(comparison)
+    unit = f" {example.unit}" if example.unit else ""
+    groups: dict[str, list[Row]] = {}
+    for row in comparison.rows[1:]:
+        if row.difference is not None:
+            groups.setdefault(row.difference.verdict, []).append(row)
+    parts = []
+    for verdict in ("better", "worse"):
+        if rows := groups.get(verdict):
+            named = [f"{r.label} ({signed(_difference(r).mean, digits)})" for r in rows]
+            are = "is" if len(rows) == 1 else "are"
+            parts.append(f"{join_words(named)} {are} {verdict} than {base.label}")
+    if rows := groups.get("no difference seen"):
+        least = max(_difference(r).smallest for r in rows)
+        parts.append(
+            f"no difference to {base.label} was seen for {join_words([r.label for r in rows])} "
+            f"(one below {least:.{digits}f}{unit} could not have been)"
+        )
+    n = len(comparison.seeds)
+    seeds = "1 seed" if n == 1 else f"{n} seeds"
+    said = ""
+    if parts:
+        said = f"Over {seeds}, in test {example.metric}{f' ({example.unit})' if unit else ''}: "
+        said += "; ".join(parts) + "."
+    return " ".join(filter(None, [said, _too_few(groups, digits, unit), _diverged(comparison)]))
+
+
+def _too_few(groups: dict[str, list[Row]], digits: int, unit: str) -> str:
+    rows = [row for row in groups.get("too few seeds", []) if row.finished]
+    if not rows:
+        return ""
+    names = join_words([row.label for row in rows])
+    n = min(_difference(row).n for row in rows)
+    seeds = "1 seed is" if n == 1 else f"{n} seeds are"
+    text = f"{seeds} too few for a verdict on {names} ({ENOUGH} are needed)"
+    if n >= 2:
+        most = max(rows, key=lambda row: abs(_difference(row).mean))
+        least = max(_difference(row).smallest for row in rows)
+        text += (
+            f": the largest difference is {signed(_difference(most).mean, digits)}{unit} "
+            f"({most.label}), and one below {least:.{digits}f} could not be told from chance"
+        )
+    return text + "."
+
+
+def _diverged(comparison: Comparison) -> str:
+    lost = [
+        f"{row.label} in {len(row.results) - len(row.finished)} of {len(row.results)} seeds"
+        for row in comparison.rows
+        if len(row.finished) < len(row.results)
+    ]
+    return f"Diverged: {join_words(lost)}." if lost else ""
+
+
+def _difference(row: Row) -> Difference:
+    assert row.difference is not None
+    return row.difference

@@ -1,0 +1,177 @@
+"""Methods as text: `arwp:ratio=.6,eta=1` on the command line, in configs and in tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import steppe
+from steppe.lab.coercion import coerce, field_types, literal
+from steppe.lab.config import Config, Value
+from steppe.lab.errors import LabError, unknown
+
+METHODS: dict[str, Callable[..., steppe.Method]] = {
+    "sgd": steppe.sgd,
+    "sam": steppe.sam,
+    "rwp": steppe.rwp,
+    "arwp": steppe.arwp,
+    "m-rwp": steppe.m_rwp,
+    "m-arwp": steppe.m_arwp,
+    "asam": steppe.asam,
+    "lpf-sgd": steppe.lpf_sgd,
+    "antithetic-rwp": steppe.antithetic_rwp,
+    "msam": steppe.msam,
+}
+PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
+"""The six methods of the paper's tables."""
+
+STRENGTHS = ("sigma", "ratio", "rho")
+SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
+    "cosine": lambda end: steppe.cosine_increase(0, end),
+    "linear": lambda end: steppe.linear(0, end),
+    "constant": steppe.constant,
+}
+INCREASING = ("rwp", "arwp")
+"""Methods whose strength rises over training in the paper, and so by default here."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A method by name with its options, and the config fields that it changes.
+
+    >>> spec = parse("arwp:ratio=.6,eta=1,batch=64")
+    >>> spec.name, dict(spec.options), dict(spec.fields)
+    ('arwp', {'ratio': 0.6, 'eta': 1}, {'batch': 64})
+    >>> str(spec)
+    'arwp:ratio=0.6,eta=1,batch=64'
+    """
+
+    name: str
+    options: Mapping[str, Value] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        pairs = [f"{key}={_write(value)}" for key, value in {**self.options, **self.fields}.items()]
+        return f"{self.name}:{','.join(pairs)}" if pairs else self.name
+
+    def apply(self, config: Config) -> Config:
+        """The run `config` with this method and the fields it changes."""
+        own = dataclasses.replace(self, fields={})
+        return config.replace(method=str(own), **self.fields)
+
+    def with_options(self, **options: Value) -> Spec:
+        """The same method with other options; a new strength replaces the old, whatever its kind."""
+        kept = dict(self.options)
+        if any(name in STRENGTHS for name in options):
+            kept = {name: value for name, value in kept.items() if name not in STRENGTHS}
+        return dataclasses.replace(self, options={**kept, **options})
+
+    @property
+    def strength(self) -> tuple[str, float] | None:
+        """`("ratio", 0.6)`: the strength as given; None where the method's default holds."""
+        for name in STRENGTHS:
+            given = self.options.get(name)
+            if isinstance(given, int | float):
+                return name, float(given)
+        return None
+
+    def strength_for(self, model: nn.Module | None) -> tuple[str, float] | None:
+        """The strength as given, or the default for this model; None for plain training."""
+        if self.strength is not None:
+            return self.strength
+        method = self._make(self.options)
+        if model is not None:
+            method = method.for_model(model)
+        for each in method.passes:
+            for name in STRENGTHS:
+                value = getattr(each.perturbation, name, None)
+                if isinstance(value, int | float):
+                    return name, float(value)
+        return None
+
+    @property
+    def shape(self) -> str:
+        """How the strength goes over training: cosine, linear or constant."""
+        chosen = str(
+            self.options.get("schedule", "cosine" if self.name in INCREASING else "constant")
+        )
+        if chosen not in SCHEDULES:
+            raise unknown("strength schedule", chosen, SCHEDULES)
+        return chosen
+
+    def build(self, steps: int, model: nn.Module | None = None) -> steppe.Method:
+        """The method for a training of so many optimizer steps, its default strength for `model`."""
+        method = self._make(self.options)  # checks the values
+        strength = self.strength_for(model)
+        if strength is None or self.shape == "constant":
+            return method if model is None else method.for_model(model)
+        kind, value = strength
+        return self._make({**self.options, kind: SCHEDULES[self.shape](value)}).with_steps(steps)
+
+    def _make(self, options: Mapping[str, Any]) -> steppe.Method:
+        arguments = {name: value for name, value in options.items() if name != "schedule"}
+        try:
+            return METHODS[self.name](**arguments)
+        except (TypeError, ValueError) as error:
+            raise LabError(f"{self}: {error}") from error
+
+
+def parse(text: str) -> Spec:
+    """A spec from `name` or `name:option=value,…`; options that are config fields change those."""
+    name, _, rest = text.strip().partition(":")
+    name = name.strip().lower().replace("_", "-")
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    options: dict[str, Value] = {}
+    fields: dict[str, Any] = {}
+    types = field_types(Config)
+    for pair in rest.split(",") if rest else ():
+        key, sign, value = (part.strip() for part in pair.partition("="))
+        key = key.replace("-", "_")
+        if not (sign and value):
+            raise LabError(f"write an option as name=value, as in {name}:lam=.5; got {pair!r}.")
+        if key in option_names(name):
+            options[key] = literal(value)  # type: ignore[assignment]
+        elif key in types and key != "method":
+            fields[key] = coerce(key, value, types[key])
+        else:
+            raise unknown(f"option of {name}", key, option_names(name))
+    spec = Spec(name, options, fields)
+    spec.build(steps=1)  # the method itself checks its values
+    return spec
+
+
+def adapted(base: Spec, given: Spec) -> Spec:
+    """A recipe's spec with the options of the given one, a given strength replacing the recipe's."""
+    combined = base.with_options(**given.options)
+    return dataclasses.replace(combined, fields={**base.fields, **given.fields})
+
+
+def option_names(name: str) -> list[str]:
+    """The options a method takes on the command line."""
+    names = list(inspect.signature(METHODS[name]).parameters)
+    return [*names, "schedule"] if any(word in names for word in STRENGTHS) else names
+
+
+def label(spec: Spec, optimizer: str = "sgd") -> str:
+    """How tables call the method, its strength apart; plain training goes by its optimizer's name.
+
+    >>> label(parse("m-arwp:ratio=.9,lam=.3"))
+    'm-ARWP (lam 0.3)'
+    """
+    names = {"sgd": {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optimizer]}
+    base = names.get(spec.name) or spec.name.upper().replace("M-", "m-")
+    extra = {**spec.options, **spec.fields}
+    shown = [f"{key} {_write(value)}" for key, value in extra.items() if key not in STRENGTHS]
+    return f"{base} ({', '.join(shown)})" if shown else base
+
+
+def _write(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,0 +1,165 @@
+"""What the seeds say: paired differences, their intervals, and when two methods differ.
+
+Every comparison is paired by seed (same initial weights, same data order), tested with a t-test
+on the differences, and corrected by Holm over all comparisons made together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import stats
+
+ALPHA = 0.05
+ENOUGH = 5
+"""Below so many pairs no verdict is given."""
+
+Verdict = Literal["better", "worse", "no difference seen", "too few seeds"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference over seeds: mean, interval, p-value and what follows from them.
+
+    `low` and `high` are at the level that Holm's test used for this row, so that an interval
+    excludes zero exactly where the verdict says "better" or "worse"; `low95` and `high95` are
+    the ordinary 95 % interval of this row alone. `smallest` is the smallest mean difference
+    that these seeds could have told from zero.
+    """
+
+    n: int
+    mean: float
+    std: float
+    low: float
+    high: float
+    low95: float
+    high95: float
+    p: float
+    p_holm: float
+    smallest: float
+    verdict: Verdict
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (0 for one value).
+
+    >>> mean_std([1.0, 2.0, 3.0])
+    (2.0, 1.0)
+    """
+    if not values:
+        return math.nan, math.nan
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def half_width(std: float, n: int, alpha: float = ALPHA) -> float:
+    """Half the width of the two-sided t-interval for a mean of n values.
+
+    >>> round(half_width(1.0, 10), 3)
+    0.715
+    """
+    if n < 2:
+        return math.inf
+    return float(stats.t.ppf(1 - alpha / 2, n - 1)) * std / math.sqrt(n)
+
+
+def paired_p(differences: Sequence[float]) -> float:
+    """Two-sided p-value of the paired t-test against a mean of zero."""
+    mean, std = mean_std(differences)
+    n = len(differences)
+    if n < 2:
+        return 1.0
+    if std == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stats.t.sf(abs(mean) / (std / math.sqrt(n)), n - 1))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given.
+
+    >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(ps)), key=lambda i: ps[i])
+    adjusted = [0.0] * len(ps)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def holm_levels(ps: Sequence[float], alpha: float = ALPHA) -> list[float]:
+    """The level at which Holm's procedure tested each, in the order given.
+
+    Row of rank i is tested at alpha / (m - i); the procedure ends at the first row it keeps, and
+    all later rows share that row's level.
+    """
+    order = sorted(range(len(ps)), key=lambda i: ps[i])
+    levels = [0.0] * len(ps)
+    level = alpha
+    stopped = False
+    for rank, i in enumerate(order):
+        if not stopped:
+            level = alpha / (len(ps) - rank)
+            stopped = ps[i] > level
+        levels[i] = level
+    return levels
+
+
+def compare_all(
+    differences: Sequence[Sequence[float]], *, higher_is_better: bool = True, alpha: float = ALPHA
+) -> list[Difference]:
+    """One `Difference` per list of paired differences, corrected by Holm over all of them."""
+    ps = [paired_p(values) for values in differences]
+    rows = zip(differences, ps, holm(ps), holm_levels(ps, alpha), strict=True)
+    found = []
+    for values, p, p_holm, level in rows:
+        n = len(values)
+        mean, std = mean_std(values)
+        wide, usual = half_width(std, n, level), half_width(std, n, alpha)
+        found.append(
+            Difference(
+                n=n,
+                mean=mean,
+                std=std,
+                low=mean - wide,
+                high=mean + wide,
+                low95=mean - usual,
+                high95=mean + usual,
+                p=p,
+                p_holm=p_holm,
+                smallest=half_width(std, n, alpha / max(1, len(differences))),
+                verdict=verdict(n, mean, p_holm, higher_is_better=higher_is_better, alpha=alpha),
+            )
+        )
+    return found
+
+
+def verdict(
+    n: int, mean: float, p_holm: float, *, higher_is_better: bool, alpha: float = ALPHA
+) -> Verdict:
+    """What n paired seeds allow to say."""
+    if n < ENOUGH:
+        return "too few seeds"
+    if p_holm > alpha:
+        return "no difference seen"
+    return "better" if (mean > 0) == higher_is_better else "worse"
+
+
+def equivalent(differences: Sequence[float], margin: float, alpha: float = ALPHA) -> bool:
+    """Whether the mean difference lies within ±margin: two one-sided t-tests, at least five pairs.
+
+    "Matches SAM" may be said only where this holds; a missing difference is not equality.
+
+    >>> equivalent([0.1, -0.1, 0.05, 0.0, -0.05], margin=0.5)
+    True
+    """
+    if len(differences) < ENOUGH:
+        return False
+    mean, std = mean_std(differences)
+    wide = half_width(std, len(differences), 2 * alpha)
+    return -margin < mean - wide and mean + wide < margin

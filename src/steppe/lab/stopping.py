@@ -1,0 +1,55 @@
+"""Ctrl-C, once: finish the step and save. Twice: stop at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+_outside: Callable[[], bool] | None = None
+
+
+def obey(asked: Callable[[], bool]) -> None:
+    """In a worker process: signals are the parent's business, which `asked` tells about."""
+    global _outside
+    _outside = asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class StopSignal:
+    """While entered, a first SIGINT or SIGTERM only sets `asked`; a second one interrupts.
+
+    Outside the main thread Python allows no signal handlers, and Ctrl-C acts as usual.
+    """
+
+    def __init__(self) -> None:
+        self._noticed = False
+        self._before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody wants an end."""
+        return self._noticed or (_outside is not None and _outside())
+
+    def __enter__(self) -> StopSignal:
+        if _outside is None and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._notice)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        if self._noticed:
+            raise KeyboardInterrupt
+        self._noticed = True

@@ -1,0 +1,160 @@
+"""`sweep`: a grid over any fields of the config and any options of the method."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steppe.lab.coercion import literal
+from steppe.lab.config import Config
+from steppe.lab.errors import LabError, unknown
+from steppe.lab.jobs import Job, run_all
+from steppe.lab.problems import Sources
+from steppe.lab.results import Result
+from steppe.lab.runs import DEFAULT_STORE
+from steppe.lab.specs import option_names, parse
+from steppe.lab.statistics import mean_std
+from steppe.lab.tables import Format, Table
+
+Grid = Mapping[str, Sequence[object]]
+
+SEARCHES: dict[str, Grid] = {
+    "rho": {"rho": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)},
+    "rho-vit": {"rho": (0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5)},
+    "sigma": {"sigma": (0.005, 0.01, 0.015, 0.02)},
+    "eta-beta": {"eta": (0.01, 0.1, 1), "beta": (0.9, 0.99, 0.999)},
+    "sigma-lam": {"sigma": (0.005, 0.01, 0.015, 0.02), "lam": (0.1, 0.3, 0.5, 0.7, 0.9)},
+}
+"""The paper's searches, and its sensitivity studies (Figure 4)."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of values, over all seeds."""
+
+    values: dict[str, object]
+    results: tuple[Result, ...]
+
+    def scores(self, split: str) -> list[float]:
+        return [result.score(split) for result in self.results if result.status == "finished"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of a grid; `split` is what they are judged on."""
+
+    config: Config
+    points: tuple[Point, ...]
+    split: str
+
+    def best(self) -> Point:
+        """The point with the best mean; only a sweep on validation data may choose."""
+        if self.split != "validation":
+            raise LabError("test data chooses nothing: sweep with validation=0.2 to pick a best.")
+        up = self.points[0].results[0].higher_is_better
+
+        def score(point: Point) -> float:
+            mean, _ = mean_std(point.scores(self.split))
+            if len(point.scores(self.split)) < len(point.results):
+                return -math.inf
+            return mean if up else -mean
+
+        return max(self.points, key=score)
+
+    def table(self, form: Format = "text") -> str:
+        """One row per point."""
+        metric = self.points[0].results[0].metric
+        names = tuple(self.points[0].values)
+        rows = []
+        for point in self.points:
+            scores = point.scores(self.split)
+            mean, std = mean_std(scores)
+            shown = f"{mean:.4g} ± {std:.2g}" if scores else "diverged"
+            values = tuple(str(value) for value in point.values.values())
+            rows.append((*values, shown, str(len(scores))))
+        note: tuple[str, ...] = ()
+        if self.split == "validation":
+            best = ", ".join(f"{name}={value}" for name, value in self.best().values.items())
+            note = (f"Best on the validation split: {best}. Test data chose nothing.",)
+        title = f"{self.config.data}, {self.config.model}, {self.config.method}"
+        header = (*names, f"{self.split} {metric}", "n")
+        return Table(header, tuple(rows), title, note).render(form)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        points = [
+            {"values": point.values, "runs": [result.to_dict() for result in point.results]}
+            for point in self.points
+        ]
+        return {"config": self.config.to_dict(), "split": self.split, "points": points}
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{self.table()}</pre>"
+
+
+def sweep(
+    config: Config,
+    grid: Grid,
+    seeds: int | Sequence[int] = 1,
+    *,
+    sources: Sources | None = None,
+    store: str | Path | None = DEFAULT_STORE,
+    jobs: int = 1,
+    progress: bool | None = None,
+) -> Sweep:
+    """Train every combination of the grid's values; keys are config fields or method options.
+
+    With `config.validation` above zero the points are judged on the validation split, which may
+    choose a best; without, on the test data, which may not.
+    """
+    config = config.replace(threads=config.threads or 1)
+    if not grid:
+        raise LabError("a sweep needs something to vary, for example --over lr=.01,.1.")
+    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    combinations = [
+        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+    ]
+    work = []
+    for values in combinations:
+        about = " ".join(f"{name} {value}" for name, value in values.items())
+        point = with_values(config, values)
+        work += [Job(f"{about} seed {seed}", point.replace(seed=seed)) for seed in numbers]
+    results = run_all(
+        work, sources or Sources(), store, processes=jobs, progress=progress, title="sweep"
+    )
+    points = tuple(
+        Point(values, tuple(results[i * len(numbers) : (i + 1) * len(numbers)]))
+        for i, values in enumerate(combinations)
+    )
+    return Sweep(config, points, "validation" if config.validation else "test")
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """The config with method options and fields set by name."""
+    spec = parse(config.method)
+    options = {name: value for name, value in values.items() if name in option_names(spec.name)}
+    fields = {name: value for name, value in values.items() if name not in options}
+    changed = spec.with_options(**options)  # type: ignore[arg-type]
+    return parse(str(changed)).apply(config).override(fields)
+
+
+def parse_grid(texts: Sequence[str]) -> dict[str, Sequence[object]]:
+    """`("eta=.01,.1", "beta=.9,.99")` as a grid."""
+    grid: dict[str, Sequence[object]] = {}
+    for text in texts:
+        name, sign, values = text.partition("=")
+        if not (sign and name and values):
+            raise LabError(f"write what to vary as NAME=VALUE,VALUE,…; got {text!r}.")
+        grid[name.replace("-", "_")] = [literal(value) for value in values.split(",")]
+    return grid
+
+
+def search(name: str) -> Grid:
+    """One of the paper's searches by name."""
+    if name not in SEARCHES:
+        raise unknown("search", name, SEARCHES)
+    return SEARCHES[name]

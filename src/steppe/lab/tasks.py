@@ -1,0 +1,146 @@
+"""Tasks: the loss to train on, the numbers to report, and which way is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from steppe.lab.errors import LabError, explained, unknown
+from steppe.lab.naming import user_function
+
+Columns = Mapping[str, Tensor]
+"""One number per sample under each name."""
+
+
+def means(columns: Columns) -> dict[str, float]:
+    """The mean of each column."""
+    return {name: float(values.double().mean()) for name, values in columns.items()}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss, per-sample measurements, their summary, and the metric that decides.
+
+    `loss(outputs, targets)` is a mean over the batch. `measure` gives one number per sample and
+    name; `summary` turns those of a whole data set into metrics (the mean of each by default).
+    `metric` is the one that tables, tuning and statistics use; `unit` follows its differences.
+
+    A task of your own, for `--task mymodule:counts`:
+
+    >>> def counts() -> Task:
+    ...     return Task(
+    ...         name="counts",
+    ...         loss=lambda out, y: F.poisson_nll_loss(out.squeeze(1), y),
+    ...         measure=lambda out, y: {"mae": (out.squeeze(1).exp() - y).abs()},
+    ...         metric="mae",
+    ...         higher_is_better=False,
+    ...     )
+    """
+
+    name: str
+    loss: Callable[[Tensor, Tensor], Tensor]
+    measure: Callable[[Tensor, Tensor], Columns]
+    metric: str
+    higher_is_better: bool
+    summary: Callable[[Columns], dict[str, float]] = means
+    unit: str = ""
+
+
+BINS = 15
+
+
+def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> float:
+    """Expected calibration error over equal-width bins of confidence (Guo et al., 2017).
+
+    >>> calibration_error(torch.tensor([0.8, 0.8]), torch.tensor([1.0, 0.0]))  # says .8, is .5
+    0.3
+    """
+    index = (confidence.double() * bins).ceil().long().clamp(1, bins) - 1
+    gap = torch.zeros(bins, dtype=torch.float64)
+    gap.index_add_(0, index, confidence.double() - correct.double())
+    return round(float(gap.abs().sum()) / len(confidence), 6)
+
+
+def _class_columns(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    outputs = outputs.float()
+    confidence, predicted = outputs.softmax(dim=1).max(dim=1)
+    return {
+        "correct": (predicted == targets).float(),
+        "nll": F.cross_entropy(outputs, targets, reduction="none"),
+        "confidence": confidence,
+    }
+
+
+def _class_summary(columns: Columns) -> dict[str, float]:
+    correct = columns["correct"]
+    return {
+        "accuracy": 100 * float(correct.double().mean()),
+        "nll": float(columns["nll"].double().mean()),
+        "ece": 100 * calibration_error(columns["confidence"], correct),
+    }
+
+
+def classification() -> Task:
+    """Cross entropy; accuracy decides, in per cent."""
+    return Task(
+        name="classification",
+        loss=F.cross_entropy,
+        measure=_class_columns,
+        metric="accuracy",
+        higher_is_better=True,
+        summary=_class_summary,
+        unit="points",
+    )
+
+
+def _like(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Outputs in the shape of the targets: (n, 1) for (n,) is the usual case."""
+    if outputs.numel() != targets.numel():
+        raise LabError(
+            f"the model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
+            "a regression needs one output per target number."
+        )
+    return outputs.reshape(targets.shape)
+
+
+def _error_columns(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    error = (_like(outputs, targets) - targets).reshape(len(targets), -1)
+    return {"squared": error.square().mean(1), "mae": error.abs().mean(1)}
+
+
+def _error_summary(columns: Columns) -> dict[str, float]:
+    return {
+        "rmse": float(columns["squared"].double().mean().sqrt()),
+        "mae": float(columns["mae"].double().mean()),
+    }
+
+
+def regression() -> Task:
+    """Mean squared error; its root decides, lower is better."""
+    return Task(
+        name="regression",
+        loss=lambda outputs, targets: F.mse_loss(_like(outputs, targets), targets),
+        measure=_error_columns,
+        metric="rmse",
+        higher_is_better=False,
+        summary=_error_summary,
+    )
+
+
+def get(name: str) -> Task:
+    """The task of this name; `module:function` calls the user's function, which returns a `Task`."""
+    if name == "classification":
+        return classification()
+    if name == "regression":
+        return regression()
+    if ":" not in name:
+        raise unknown("task", name, ("classification", "regression", "module:function"))
+    with explained(f"task {name!r}"):
+        task = user_function(name)()
+    if not isinstance(task, Task):
+        raise LabError(f"{name} must return a steppe.lab.Task, got {type(task).__name__}.")
+    return task

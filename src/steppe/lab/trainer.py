@@ -1,0 +1,222 @@
+"""A training in memory: model, optimizer, perturber and the step they have reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import steppe
+from steppe.lab.config import Config
+from steppe.lab.data import epoch_order, mix
+from steppe.lab.errors import LabError
+from steppe.lab.problems import Problem
+from steppe.lab.specs import parse
+
+Batch = tuple[Tensor, Tensor]
+CHECK_EVERY = 50
+"""On a GPU, losses are read after so many steps at most: reading one waits for the device."""
+
+
+class NotANumberError(Exception):
+    """The loss of this step is not finite."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class Trainer:
+    """Takes optimizer steps; everything it will do is fixed by the config and the step.
+
+    Order, augmentation, learning rate, strength and noise are functions of seed and step, so the
+    state is small: weights, optimizer, perturber, torch's random state (dropout), running loss.
+    """
+
+    def __init__(self, config: Config, problem: Problem, device: torch.device) -> None:
+        self.config = config
+        self.data, self.task = problem.data, problem.task
+        self.device = device
+        self.model = problem.model.to(device)
+        if config.channels_last:
+            check_channels(self.model, device)
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.per_epoch = math.ceil(len(self.data.train) / config.batch)
+        self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
+        self.method = parse(config.method).build(self.steps, self.model)
+        self.optimizer = make_optimizer(self.model, config)
+        self.perturber = attach(self.model, self.optimizer, self.method, config)
+        self.step = 0
+        self.loss_sum = 0.0
+        self.loss_count = 0
+        self.last_loss = math.nan
+        self._pending: list[Tensor] = []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch the next step belongs to."""
+        return self.step // self.per_epoch
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the step just taken was the last of its epoch, or of all."""
+        return self.step % self.per_epoch == 0 or self.step >= self.steps
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then cosine to zero or constant."""
+        config = self.config
+        if step < config.warmup:
+            return config.lr * (step + 1) / config.warmup
+        if config.schedule == "constant":
+            return config.lr
+        progress = (step - config.warmup) / max(1, self.steps - config.warmup)
+        return config.lr * (1 + math.cos(math.pi * progress)) / 2
+
+    def batches(self) -> Iterator[tuple[Batch, ...]]:
+        """What is left of the current epoch: per step, a batch from each stream the method needs.
+
+        Stream 0 is the same for every method; a second stream feeds a second, perturbed pass.
+        """
+        start = self.step % self.per_epoch
+        streams = []
+        for stream in range(self.method.batches_needed):
+            order = epoch_order(
+                len(self.data.train),
+                self.config.batch,
+                seed=self.config.seed,
+                epoch=self.epoch,
+                stream=stream,
+            )
+            streams.append(
+                self.data.train.batches(
+                    order,
+                    augment_seed=mix("training", self.config.seed, self.epoch, stream),
+                    start=start,
+                    workers=self.config.workers,
+                )
+            )
+        return zip(*streams, strict=True)
+
+    def advance(self, batches: tuple[Batch, ...]) -> None:
+        """One optimizer step."""
+        lr = self.lr(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.model.train()
+        moved = [(self._place(x), y.to(self.device, non_blocking=True)) for x, y in batches]
+        self.optimizer.zero_grad()
+        loss = self.perturber.backward(lambda x, y: self.task.loss(self.model(x), y), *moved)
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.step += 1
+        self._pending.append(loss.detach())
+        if self.device.type == "cpu" or len(self._pending) >= CHECK_EVERY:
+            self.read_losses()
+
+    def read_losses(self) -> None:
+        """Add the losses since the last reading to the running mean; raise if one is not finite."""
+        if not self._pending:
+            return
+        values = torch.stack(self._pending).double().cpu()
+        first = self.step - len(values)
+        self._pending = []
+        bad = (~values.isfinite()).nonzero()
+        if len(bad):
+            raise NotANumberError(first + int(bad[0]))
+        self.loss_sum += float(values.sum())
+        self.loss_count += len(values)
+        self.last_loss = float(values[-1])
+
+    def mean_loss(self) -> float:
+        """The mean training loss since the last call, as the passes saw it."""
+        self.read_losses()
+        mean = self.loss_sum / self.loss_count if self.loss_count else math.nan
+        self.loss_sum, self.loss_count = 0.0, 0
+        return mean
+
+    def perturbation(self) -> dict[str, float]:
+        """The perturbation as it is now: strength, radius ‖eps‖, ‖eps‖/‖w‖, adaptive factor, ‖w‖."""
+        stats = self.perturber.stats()
+        found: dict[str, float] = {}
+        for name in ("strength", "displacement", "factor"):
+            if name in stats:
+                found[name] = stats[name]
+        with torch.no_grad():
+            norms = [p.norm() for p in self.model.parameters() if p.requires_grad]
+            found["weight_norm"] = float(torch.stack(norms).norm())
+        found["radius"] = found["displacement"] * found["weight_norm"]
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers."""
+        with torch.no_grad():
+            total = sum((p.double().abs().sum() for p in self.model.parameters()), torch.zeros(()))
+        return bool(total.isfinite())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed training needs to end bit-identical to an uninterrupted one."""
+        self.read_losses()
+        cuda = self.device.type == "cuda"
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "perturber": self.perturber.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
+            "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.perturber.load_state_dict(state["perturber"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], self.device)
+        self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
+
+    def _place(self, x: Tensor) -> Tensor:
+        x = x.to(self.device, non_blocking=True)
+        if self.config.channels_last and x.dim() == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+        return x
+
+
+def check_channels(model: nn.Module, device: torch.device) -> None:
+    """Raise where torch would corrupt memory (2.13, CPU): channels_last with few channels."""
+    narrow = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.out_channels < 8]
+    if narrow and device.type == "cpu":
+        raise LabError(
+            f"channels_last with a convolution of {narrow[0].out_channels} channels (fewer than 8) "
+            "crashes torch on the CPU. Set channels_last=false or widen the model."
+        )
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer over all parameters that train."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise LabError("the model has no parameters that train.")
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer, method: steppe.Method, config: Config
+) -> steppe.Perturber:
+    """steppe on this model, with a person's mistakes told as such."""
+    try:
+        return steppe.attach(model, optimizer, method, seed=config.seed)
+    except ValueError as error:
+        raise LabError(f"method {config.method}: {error}") from error

@@ -1,0 +1,91 @@
+"""`train`: one run from its config to its result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from steppe.lab.config import Config
+from steppe.lab.course import Course
+from steppe.lab.errors import DivergedError, LabError
+from steppe.lab.problems import Sources, load_problem, named
+from steppe.lab.progress import Listener, display
+from steppe.lab.results import Result, stored
+from steppe.lab.runs import DEFAULT_STORE, Run, Store, locked
+from steppe.lab.specs import parse
+
+logger = logging.getLogger("steppe")
+
+
+def train(
+    config: Config,
+    *,
+    sources: Sources | None = None,
+    store: str | Path | None = DEFAULT_STORE,
+    progress: bool | None = None,
+) -> Result:
+    """Train one run and give its result; a finished run is not trained again, a stopped one goes on.
+
+    `store` is the folder of run folders (None: nothing is kept). `sources` brings model, data or
+    task as Python objects. A loss that is not a number raises `DivergedError`, Ctrl-C `Interrupted`
+    after saving.
+    """
+    with display(progress) as show:
+        result = run_config(config, sources or Sources(), store, show)
+    if result.status == "diverged":
+        raise DivergedError(result.message)
+    return result
+
+
+def run_config(
+    config: Config, sources: Sources, store: str | Path | None, listener: Listener
+) -> Result:
+    """`train` for programs: progress goes to a listener, and a diverged run is a result too."""
+    config = settled(config, sources)
+    if store is None:
+        return _attempt(config, sources, None, listener)
+    found = Store(Path(store)).find(config)
+    result = stored(found) if found else None
+    if result is not None:
+        return result
+    run = found or Store(Path(store)).place(config)
+    with locked(run):
+        return _attempt(config, sources, run, listener)
+
+
+def settled(config: Config, sources: Sources) -> Config:
+    """The config with nothing left to the machine: its identity is then that of the run."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise LabError("device 'cuda' was asked for, but torch finds no GPU here. Use cpu.")
+    threads = config.threads or torch.get_num_threads()
+    config = parse(config.method).apply(config)
+    return named(config.replace(device=device, threads=threads), sources)
+
+
+def _attempt(config: Config, sources: Sources, run: Run | None, listener: Listener) -> Result:
+    with _own_random_state(config):
+        problem = load_problem(config, sources)
+        if run is not None:
+            run.write_json("config.json", config.to_dict())
+        return Course(config, problem, run, listener).to_the_end()
+
+
+@contextmanager
+def _own_random_state(config: Config) -> Iterator[None]:
+    """torch's random state and threads as the run wants them, and afterwards as they were."""
+    threads = torch.get_num_threads()
+    devices = [torch.device(config.device)] if config.device.startswith("cuda") else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(config.seed)
+        torch.set_num_threads(config.threads or threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

@@ -1,0 +1,202 @@
+import csv
+import io
+import json
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from steppe.lab import Comparison, Config, LabError, Tune, compare, jobs
+from steppe.lab.data import wrap
+from steppe.lab.tuning import Choice, _beyond
+
+TINY = Config(steps=20, batch=64, train_size=200, label_noise=0.2, data_seed=None, eval_every=0)
+METHODS = ["sam:rho=.2", "sgd", "m-rwp:ratio=.9"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def result(store) -> Comparison:
+    return compare(methods=METHODS, seeds=5, config=TINY, store=store, progress=False)
+
+
+def test_rows_pairs_and_statistics_by_hand(result):
+    assert [row.label for row in result.rows] == ["SGD", "SAM", "m-RWP"]
+    assert [row.strength for row in result.rows] == ["", "rho 0.2", "ratio 0.9"]
+    for row in result.rows:
+        assert [r.config.seed for r in row.results] == [0, 1, 2, 3, 4]
+    sgd, sam, _ = ([r.metrics["test"]["accuracy"] for r in row.results] for row in result.rows)
+    expected = stats.ttest_rel(sam, sgd)
+    found = result.row("sam").difference
+    assert found.p == pytest.approx(expected.pvalue)
+    assert found.mean == pytest.approx(sum(sam) / 5 - sum(sgd) / 5)
+    assert result.paired("sam", "SGD") == pytest.approx(
+        [a - b for a, b in zip(sam, sgd, strict=True)]
+    )
+    assert result.baseline.difference is None
+
+
+def test_cost_is_measured(result):
+    assert [row.cost["flops"] for row in result.rows] == pytest.approx([1, 2, 2], rel=1e-3)
+    assert result.baseline.cost["time"] == 1
+    assert all(row.cost["time"] > 0 for row in result.rows)
+
+
+def test_gap_and_other_metrics(result):
+    row = result.row("sam")
+    first = row.results[0].metrics
+    assert row.gaps()[0] == pytest.approx(first["train"]["accuracy"] - first["test"]["accuracy"])
+    assert {"nll", "ece", "accuracy", "loss"} == set(first["test"])
+
+
+def test_every_form_of_the_table_says_the_same(result):
+    text, markdown = result.table(), result.table("markdown")
+    rows = list(csv.DictReader(io.StringIO(result.table("csv"))))
+    for row, numbers in zip(result.rows, rows, strict=True):
+        mean = sum(row.values("test", "accuracy")) / 5
+        assert float(numbers["accuracy_mean"]) == pytest.approx(mean)
+        assert f"{mean:.2f}" in text
+        assert f"{mean:.2f}" in markdown
+        assert row.label in result._repr_html_()
+    assert "20% of the training labels replaced at random" in text
+    assert result.sentence() in text
+    content = json.loads(json.dumps(result.to_dict()))
+    assert content["rows"][1]["difference"]["n"] == 5
+    assert content["rows"][1]["runs"][0]["config"]["method"] == "sam:rho=0.2"
+    with pytest.raises(LabError, match="Did you mean markdown"):
+        result.table("markdwn")
+
+
+def test_an_extended_comparison_trains_only_what_is_new(result, store, monkeypatch):
+    trained = []
+    real = jobs.run_config
+
+    def spy(config, *rest):
+        trained.append((config.method, config.seed))
+        return real(config, *rest)
+
+    monkeypatch.setattr(jobs, "run_config", spy)
+    more = compare(methods=[*METHODS, "rwp"], seeds=6, config=TINY, store=store, progress=False)
+    new = {("rwp", seed) for seed in range(6)} | {
+        (m, 5) for m in ("sgd", "sam:rho=0.2", "m-rwp:ratio=0.9")
+    }
+    assert set(trained) == new
+    assert more.rows[1].results[0].metrics == result.rows[1].results[0].metrics
+
+
+@pytest.mark.slow
+def test_side_by_side_gives_the_same_bits(result, tmp_path):
+    again = compare(methods=METHODS, seeds=2, config=TINY, store=tmp_path, jobs=2, progress=False)
+    for row, twin in zip(result.rows, again.rows, strict=True):
+        assert [r.metrics for r in row.results[:2]] == [r.metrics for r in twin.results]
+
+
+def test_functions_that_cannot_travel_say_so():
+    data = wrap((torch.randn(20, 2), torch.randn(20)), (torch.randn(9, 2), torch.randn(9)))
+    with pytest.raises(LabError, match="can be pickled"):
+        compare(lambda: nn.Linear(2, 1), data, ["sgd"], seeds=2, jobs=2, store=None, progress=False)
+
+
+def regression(seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(150, 5, generator=draws)
+    y = x[:, 0] - 2 * x[:, 1] + 0.1 * torch.randn(150, generator=draws)
+    return wrap((x[:50], y[:50]), (x[50:], y[50:]), name="planes")
+
+
+def net():
+    return nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def test_regression_with_objects_lower_is_better():
+    config = Config(steps=60, batch=25, lr=0.05, eval_every=0)
+    methods = ["sgd", "rwp", "sgd:lr=1e-6"]
+    found = compare(net, regression(), methods, seeds=5, config=config, store=None, progress=False)
+    stuck = found.row("sgd:lr=1e-06")
+    assert stuck.difference.verdict == "worse"
+    assert stuck.difference.mean > 0
+    assert "SGD (lr 1e-06) (+" in found.sentence()
+    assert "worse than SGD" in found.sentence()
+    assert "RMSE" in found.table()
+    assert found.table().startswith("planes, net, 60 steps of batch 25, 5 seeds")
+    gap = stuck.results[0]
+    assert stuck.gaps()[0] == pytest.approx(gap.score("test") - gap.score("train"))
+
+
+def test_few_seeds_and_divergence_are_told():
+    config = TINY.replace(steps=10)
+    found = compare(
+        methods=["sgd", "rwp", "sgd:lr=1e30"], seeds=3, config=config, store=None, progress=False
+    )
+    said = found.sentence()
+    assert "3 seeds are too few for a verdict on RWP" in said
+    assert "could not be told from chance" in said
+    assert "Diverged: SGD (lr 1e+30) in 3 of 3 seeds." in said
+    assert "diverged" in found.table()
+
+
+def test_mistakes():
+    with pytest.raises(LabError, match="at least one seed"):
+        compare(methods=["sgd"], seeds=0, config=TINY, store=None)
+    with pytest.raises(LabError, match="at least one method"):
+        compare(methods=[], config=TINY, store=None)
+
+
+def test_tuning_takes_the_best_of_validation_and_spares_the_seeds(store, monkeypatch):
+    seen = []
+    real = jobs.run_config
+
+    def spy(config, *rest):
+        seen.append(config)
+        return real(config, *rest)
+
+    monkeypatch.setattr(jobs, "run_config", spy)
+    how = Tune(factors=(0.5, 1, 50), seeds=2, validation=0.25)
+    config = TINY.replace(steps=40)
+    found = compare(
+        methods=["sgd", "rwp:ratio=.5"],
+        seeds=1,
+        config=config,
+        tune=how,
+        store=store,
+        progress=False,
+    )
+    trials = [c for c in seen if c.validation == 0.25]
+    reported = [c for c in seen if c.validation == 0]
+    assert {c.seed for c in trials} == {10_000, 10_001}
+    assert {c.seed for c in reported} == {0}
+    assert {c.method for c in trials} >= {"rwp:ratio=0.25", "rwp:ratio=0.5", "rwp:ratio=25.0"}
+    row = found.row("rwp")
+    assert row.trials == len(trials)
+    assert row.strength != "ratio 25"  # noise of fifty times the weights cannot be the best
+    assert row.chosen.startswith("best of")
+    assert "Test data chose nothing" in found.table()
+    assert found.baseline.trials == 0
+
+
+def test_tuning_the_baseline_turns_weight_decay():
+    how = Tune(factors=(1, 2), seeds=1, baseline=True, extend=False)
+    config = TINY.replace(steps=3)
+    found = compare(methods=["sgd"], seeds=1, config=config, tune=how, store=None, progress=False)
+    assert found.baseline.trials == 2
+    assert found.baseline.results[0].config.weight_decay in (5e-4, 1e-3)
+
+
+def test_the_grid_grows_where_its_edge_is_best():
+    assert _beyond({0.1: 1.0, 0.2: 2.0, 0.4: 3.0}) == (0.8, 1.6)
+    assert _beyond({0.1: 3.0, 0.2: 2.0, 0.4: 3.0}) == (0.05, 0.025)  # the smaller in a tie
+    assert _beyond({0.1: 1.0, 0.2: 2.0, 0.4: -math.inf}) == ()
+
+
+def test_how_a_strength_was_chosen():
+    from steppe.lab.specs import parse
+
+    assert Choice(parse("sgd")).how == ""
+    assert Choice(parse("rwp")).how == "default"
+    assert Choice(parse("rwp:sigma=.1")).how == "given"

@@ -6,7 +6,7 @@ One process: m-ARWP runs its two passes over two micro-batches of a step.
 
 Two processes: the passes run at once, one on each rank, over micro-batches of their own.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_digits.py
+    torchrun --nproc-per-node 2 examples/accelerate_digits.py
 """
 
 import argparse

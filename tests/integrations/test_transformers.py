@@ -206,6 +206,7 @@ def test_a_callback_cannot_serve_sam_and_says_what_can(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_torch_compile(tmp_path):
     trainer, perturb = make(
         ARWP, tmp_path, kind=PerturbTrainer, torch_compile=True, torch_compile_backend="eager"

@@ -88,7 +88,7 @@ def main() -> None:
     print(f"AdamW         {train(steppe.sgd(), steps):.3f}")
     print(f"with ARWP     {train(steppe.arwp(ratio=0.1), steps):.3f}")
     print(f"with SAM      {train(steppe.sam(0.05), steps):.3f}  (two gradients a step)")
-    print(f"with m-ARWP   {train(steppe.m_arwp(), steps, accumulate=2):.3f}  (the same)")
+    print(f"with m-ARWP   {train(steppe.m_arwp(ratio=0.3), steps, accumulate=2):.3f}  (the same)")
 
 
 if __name__ == "__main__":

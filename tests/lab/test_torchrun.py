@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.parallel import harness
 from torch import nn
 
 from steppe.lab import Config, Interrupted, LabError, Sources, train
@@ -18,7 +19,6 @@ from steppe.lab.ranks import Part
 from steppe.lab.runs import Store
 from steppe.lab.specs import parse
 from steppe.lab.trainer import check_parts, check_ranks
-from tests.parallel import harness
 
 ROOT = Path(__file__).parents[2]
 UNEVEN = Config(steps=10, batch=64, train_size=199, threads=1)
@@ -80,7 +80,7 @@ def test_a_comparison_over_two_ranks_equals_one_process(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
     command, environment = torchrun(
-        "train", "--method", "m-arwp", "--steps", "120", "--checkpoint-minutes", "0", *OPTIONS,
+        "train", "--method", "m-arwp", "--steps", "80", "--checkpoint-minutes", "0", *OPTIONS,
         "--eval-every", "0", "--store", tmp_path / "two",
     )  # fmt: skip
     process = subprocess.Popen(
@@ -94,16 +94,16 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "unfinished"
     reached = run.progress()
-    assert 0 < reached < 120
+    assert 0 < reached < 80
 
     result = two_ranks("train", "--resume", run.folder)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(f"from step {reached}\n") == 1
-    assert result.stdout.count("120 steps") == 1
+    assert result.stdout.count("80 steps") == 1
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "finished"
     assert not (run.folder / "checkpoints").exists()
-    assert run.result["steps"] == 120
+    assert run.result["steps"] == 80
 
 
 class Dropping(nn.Module):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from steppe.attach import attach
+from steppe.attaching import attach
 from steppe.engine import Run, drop_gradients
 from steppe.integrations.loops import check_arguments, fill_in_length
 from steppe.methods import Method

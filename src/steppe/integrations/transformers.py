@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steppe.attach import attach
+from steppe.attaching import attach
 from steppe.integrations.loops import check_arguments, fill_in_length
 from steppe.methods import Method
 from steppe.perturber import Perturber

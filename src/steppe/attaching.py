@@ -60,9 +60,10 @@ def attach(
             the default) or "global" (by the averaged one).
 
     Examples:
+        >>> from steppe import rwp
         >>> model = nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> perturber = attach(model, optimizer, Method("rwp", rwp(0.01).passes))
+        >>> perturber = attach(model, optimizer, rwp(0.01))
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
         >>> perturber.step

@@ -19,7 +19,12 @@ def blocks(page):
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if blocks(p) and p.name not in TESTED_ELSEWHERE], ids=lambda p: p.name
+    "page",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p.stem == "integrations" else (), id=p.name)
+        for p in PAGES
+        if blocks(p) and p.name not in TESTED_ELSEWHERE
+    ],
 )
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

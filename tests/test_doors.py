@@ -325,3 +325,10 @@ def test_a_detached_perturber_says_so():
     with pytest.raises(RuntimeError, match="was detached"):
         perturber.backward(lambda: model(batch()[0]).sum())
     steppe.attach(model, optimizer, steppe.rwp(0.01))
+
+
+def test_a_closure_without_a_backward_raises_instead_of_losing_gradients():
+    model, optimizer, _ = attached(steppe.rwp(0.05))
+    loss_fn(model(batch()[0]), batch()[1]).backward()
+    with pytest.raises(RuntimeError, match="ran no backward.*step without one"):
+        optimizer.step(lambda: None)

@@ -41,7 +41,7 @@ def test_doctests():
 
     names = {"torch": torch, "nn": nn, "rwp": steppe.rwp}
     attempted = 0
-    for module in ("schedules", "methods", "attach", "batchnorm", "batches", "slots", "testing"):
+    for module in ("schedules", "methods", "attaching", "batchnorm", "batches", "slots", "testing"):
         result = doctest.testmod(
             importlib.import_module(f"steppe.{module}"),
             extraglobs=names,

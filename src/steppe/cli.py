@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import steppe
 
@@ -25,12 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of a command."""
+    """The exit code of a command; of the processes that torchrun started, the first one speaks."""
     try:
-        from steppe.lab.commands import COMMANDS, Stopped, parse
-        from steppe.lab.errors import Interrupted, LabError
+        from steppe.lab.commands import COMMANDS, TRAINING, parse
+        from steppe.lab.errors import LabError
+        from steppe.lab.ranks import joined, launched
     except ModuleNotFoundError as error:
         return _fail(f"the commands need {error.name}: pip install 'steppe[lab]'")
+    rank = launched().rank
+    if rank and (not arguments or arguments[0] not in TRAINING):
+        return 0
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {_summary(command)}" for name, command in COMMANDS.items()]
@@ -40,28 +46,54 @@ def run(arguments: list[str]) -> int:
         sys.stdout.write(f"steppe {steppe.__version__}\n")
         return 0
     name, rest = arguments[0], arguments[1:]
-    _log("-q" in rest or "--quiet" in rest)
+    _log("-q" in rest or "--quiet" in rest, rank)
     try:
-        parse(name, rest).run()
+        with _mute(rank > 0):  # all ranks have the same options and find the same mistakes
+            command = parse(name, rest)
     except LabError as error:
-        return _fail(str(error))
-    except Interrupted as stop:
-        sys.stderr.write(f"{_capital(str(stop))}.\n")
-        if stop.folder is not None:
-            sys.stderr.write(f"Go on with: steppe train --resume {stop.folder}\n")
-        return 130
-    except Stopped as stop:
-        sys.stderr.write(f"Stopped: {stop}, the others are saved. The same command goes on.\n")
-        return 130
-    except KeyboardInterrupt:
-        sys.stderr.write("Stopped at once; the last checkpoint is kept.\n")
-        return 130
+        return 2 if rank else _fail(str(error))
+    try:
+        with joined():
+            command.run()
+    except LabError as error:
+        if rank and error.shared:
+            return 2
+        return _fail(f"rank {rank}: {error}" if rank else str(error))
+    except KeyboardInterrupt as stop:
+        return 130 if rank else _stopped(stop)
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     return 0
+
+
+def _stopped(stop: KeyboardInterrupt) -> int:
+    """Say what was stopped and how to go on."""
+    from steppe.lab.commands import Stopped
+    from steppe.lab.errors import Interrupted
+
+    if isinstance(stop, Interrupted):
+        sys.stderr.write(f"{_capital(str(stop))}.\n")
+        if stop.folder is not None:
+            sys.stderr.write(f"Go on with: steppe train --resume {stop.folder}\n")
+    elif isinstance(stop, Stopped):
+        sys.stderr.write(f"Stopped: {stop}, the others are saved. The same command goes on.\n")
+    else:
+        sys.stderr.write("Stopped at once; the last checkpoint is kept.\n")
+    return 130
+
+
+@contextmanager
+def _mute(mute: bool) -> Iterator[None]:
+    """Nothing is written within, if asked for."""
+    with ExitStack() as stack:
+        if mute:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield
 
 
 class _Stderr(logging.Handler):
@@ -72,11 +104,12 @@ class _Stderr(logging.Handler):
         sys.stderr.write(f"{mark}{self.format(record)}\n")
 
 
-def _log(quiet: bool) -> None:
+def _log(quiet: bool, rank: int) -> None:
     logger = logging.getLogger("steppe")
     if not logger.handlers:
         logger.addHandler(_Stderr())
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    level = logging.WARNING if quiet else logging.INFO
+    logger.setLevel(logging.ERROR if rank else level)
 
 
 def _fail(message: str) -> int:

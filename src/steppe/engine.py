@@ -42,6 +42,9 @@ class Engine:
         self.running: Running | None = None
         self.open_run: Run | None = None
         self.probing = False
+        self.closure_runs_hooks = False
+        """Whether a closure given to `optimizer.step` is a piece of an unchanged loop, whose passes
+        the hooks run (Lightning's is), instead of the loss for all passes."""
         self._idle = False
         self.gradient: list[Tensor | None] = []
         """The gradient of the pass before, for a pass that needs it."""
@@ -122,10 +125,20 @@ class Engine:
             if not self._idle:
                 self.ledger.settle()
             return None
-        ours = SingleUse(self, closure)
+        ours = self._hooked(closure) if self.closure_runs_hooks else SingleUse(self, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": ours}
         return (args[0], ours, *args[2:]), kwargs
+
+    def _hooked(self, closure: Closure) -> Closure:
+        def run() -> Any:
+            loss = closure()
+            self._idle = loss is None and not self.ledger.done
+            if not self._idle:  # a closure that ran no pass and gives no loss skips its step
+                self.ledger.settle()
+            return loss
+
+        return run
 
     def after_step(self, *_: Any) -> None:
         if not self._idle:
@@ -253,10 +266,15 @@ class SingleUse:
             drop_gradients(ledger)
             with Run(self._engine, index, planned.weight), torch.enable_grad():
                 loss = self._closure()
-            if planned.weight:
-                total = total + planned.weight * loss
             for number, param in enumerate(ledger.params):
                 kept[number] = _sum(kept[number], param.grad)
+            if planned.weight:
+                if all(grad is None for grad in kept):
+                    raise RuntimeError(
+                        "The closure given to optimizer.step() ran no backward, and gradients from "
+                        "before it do not count. Let it call loss.backward(), or step without one."
+                    )
+                total = total + planned.weight * loss
         for param, grad in zip(ledger.params, kept, strict=True):
             param.grad = grad
         return total

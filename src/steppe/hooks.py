@@ -88,7 +88,7 @@ class Hooks:
 
     def _begin(self) -> None:
         engine, method = self._engine, self._engine.method
-        if method.in_sequence or method.same_batch:
+        if method.repeats_batch:
             raise RuntimeError(
                 f"{method.name}() needs {len(method.passes)} passes over the same batch, which "
                 "hooks cannot give.\nUse perturber.backward(lambda: loss_fn(model(x), y)) in place "

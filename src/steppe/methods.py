@@ -78,6 +78,11 @@ class Method:
         return any(self.scouts(i) for i in range(len(self.passes)))
 
     @property
+    def repeats_batch(self) -> bool:
+        """Whether several passes want the same batch, which hooks on an unchanged loop cannot give."""
+        return self.in_sequence or self.same_batch
+
+    @property
     def batches_needed(self) -> int:
         """How many batches `perturber.backward` takes."""
         return len(self.passes) if self.feed == "each" else 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.attach import attach
+from steppe.attaching import attach
 from steppe.batches import deal
 from steppe.engine import Run
 from steppe.methods import Method, Pass

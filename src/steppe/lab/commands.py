@@ -19,6 +19,7 @@ from steppe.lab.config import Config, read_config, settings
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.jobs import Stopped
 from steppe.lab.listings import DataSets, PaperTable, Recipes, Runs
+from steppe.lab.ranks import world
 from steppe.lab.recipes import recipe
 from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import PAPER
@@ -70,16 +71,19 @@ class Train:
     def run(self) -> None:
         config, store = self.settings, self.store
         if self.resume is not None:
-            run = Store(store).get(self.resume)
-            config, store = run.config, run.folder.parent
-            if run.status == "unfinished":
-                logger.info("going on with %s from step %d", run.name, run.progress())
+            config, store = world().from_first(self._stopped_run)
         result = train(config, store=store, progress=False if self.quiet else None)
         if result.reused:
             logger.info("this run was finished before; nothing was trained")
         _write(result.table())
         if result.folder is not None and not self.quiet:
             logger.info("kept in %s", result.folder)
+
+    def _stopped_run(self) -> tuple[Config, Path]:
+        run = Store(self.store).get(self.resume or "")
+        if run.status == "unfinished":
+            logger.info("going on with %s from step %d", run.name, run.progress())
+        return run.config, run.folder.parent
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Running:
 
     def arguments(self, config: Config) -> dict[str, Any]:
         """What `compare` and `sweep` want to know of this."""
-        cores = 1 if config.device.startswith("cuda") else os.cpu_count() or 1
+        alone = config.device.startswith("cuda") or world().several
+        cores = 1 if alone else os.cpu_count() or 1
         return {
             "store": self.store,
             "jobs": self.jobs or max(1, cores // (config.threads or 1)),
@@ -114,6 +119,8 @@ class Running:
 
     def deliver(self, result: Comparison | Sweep) -> None:
         """The table to standard output, and to files in the form that their names say."""
+        if not world().leads:
+            return
         _write(_rendered(result, self.format, to_terminal=True))
         for file in self.out:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -236,6 +243,10 @@ COMMANDS: dict[str, type[Command]] = {
 }
 
 
+TRAINING = ("compare", "train", "sweep")
+"""Those in which every rank takes part under torchrun; the others are rank 0's."""
+
+
 def parse(name: str, arguments: list[str]) -> Command:
     """The command with its options; a recipe or config file gives the options' defaults."""
     if name not in COMMANDS:
@@ -282,4 +293,6 @@ def _rendered(result: Comparison | Sweep, shape: Shape, *, to_terminal: bool = F
 
 
 def _write(text: str) -> None:
+    if not world().leads:
+        return
     sys.stdout.write(text + "\n")

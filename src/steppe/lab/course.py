@@ -18,6 +18,7 @@ from steppe.lab.evaluation import EVAL_BATCH, evaluate
 from steppe.lab.logs import MetricLog
 from steppe.lab.problems import Problem
 from steppe.lab.progress import Event, Listener
+from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.lab.specs import parse
@@ -47,13 +48,14 @@ class Clock:
 
 
 class Course:
-    """A run under way: its trainer, the folder it writes to and who listens."""
+    """A run under way: its trainer, the folder it writes to (on rank 0) and who listens."""
 
     def __init__(
         self, config: Config, problem: Problem, run: Run | None, listener: Listener
     ) -> None:
         self.config, self.run, self.listener = config, run, listener
         self.data, self.task = problem.data, problem.task
+        self.world = world()
         self.trainer = Trainer(config, problem, torch.device(config.device))
         self.name = f"{config.method} seed {config.seed}"
         self.clock = Clock(self.trainer.device)
@@ -66,7 +68,7 @@ class Course:
         """Train all steps that are left and give the result."""
         where = environment.describe(self.trainer.device)
         if self.run is not None:
-            self.run.write_json("environment.json", where)
+            self.run.write_json("environment.json", where)  # the first file after config.json
         flops = self._flops()
         self._resume()
         self._tell(force=True)
@@ -101,13 +103,17 @@ class Course:
         trainer = self.trainer
         with MetricLog(self.run) as log, StopSignal() as stop:
             if trainer.at_epoch_end and trainer.loss_count:  # killed between checkpoint and record
-                log(self._record())
+                self._log(log)
             while trainer.step < trainer.steps:
                 self._epoch(stop)
-                log(self._record())
+                self._log(log)
             if not trainer.is_finite():
                 raise NotANumberError(trainer.step - 1)
             return self._final_metrics()
+
+    def _log(self, log: MetricLog) -> None:
+        record = self._record()
+        self.world.from_first(lambda: log(record))
 
     def _epoch(self, stop: StopSignal) -> None:
         """The rest of the current epoch, or of the training if that ends before."""
@@ -115,11 +121,12 @@ class Course:
         self.clock.start()
         for batches in trainer.batches():
             trainer.advance(batches)
-            if stop.asked or self._due():
+            asked, due = self.world.any(stop.asked, self._due())
+            if asked or due:
                 self.clock.stop()
                 self._save()
                 self.clock.start()
-            if stop.asked and trainer.step < trainer.steps:
+            if asked and trainer.step < trainer.steps:
                 raise Interrupted(
                     trainer.step, trainer.steps, self.run.folder if self.run else None
                 )
@@ -183,22 +190,25 @@ class Course:
         )
 
     def _resume(self) -> None:
-        if self.run is None:
-            return
-        state = checkpoints.load_newest(self.run.checkpoints)
+        run = self.run
+        state = self.world.from_first(
+            lambda: None if run is None else checkpoints.load_newest(run.checkpoints)
+        )
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
             self.clock.wall, self.clock.cpu = state["seconds"]
             self.perturbation = state["perturbation"]
-        self.run.rewind_metrics(self.trainer.step)
+        if run is not None:
+            run.rewind_metrics(self.trainer.step)
 
     def _due(self) -> bool:
-        return time.monotonic() - self._saved >= 60 * self.config.checkpoint_minutes
+        waited = time.monotonic() - self._saved
+        return self.world.leads and waited >= 60 * self.config.checkpoint_minutes
 
     def _save(self) -> None:
         """A checkpoint, unless the weights are no longer numbers: the last good one stays."""
         self._saved = time.monotonic()
-        if self.run is None:
+        if self.run is None and not self.world.several:
             return
         state: dict[str, Any] = {
             "trainer": self.trainer.state_dict(),
@@ -206,6 +216,10 @@ class Course:
             "perturbation": self.perturbation,
         }
         if self.trainer.is_finite():
+            self.world.from_first(lambda: self._write(state))
+
+    def _write(self, state: dict[str, Any]) -> None:
+        if self.run is not None:
             step, keep = self.trainer.step, self.config.keep
             checkpoints.save(self.run.checkpoints, step, state, keep=keep)
 
@@ -223,14 +237,18 @@ class Course:
     def _finish(self, result: Result) -> None:
         """Weights first, then the result that says the run is finished, then no more checkpoints."""
         self.trainer.perturber.detach()
-        if self.run is not None:
-            if result.status == "finished":
-                weights = {name: v.cpu() for name, v in self.trainer.model.state_dict().items()}
-                checkpoints.write_atomic(self.run.model_file, checkpoints.packed(weights))
-            self.run.write_json("result.json", result.to_dict())
-            if result.status == "finished":
-                checkpoints.clear(self.run.checkpoints)
+        self.world.from_first(lambda: self._write_end(result))
         self._tell(force=True, done=result.status)
+
+    def _write_end(self, result: Result) -> None:
+        if self.run is None:
+            return
+        if result.status == "finished":
+            weights = {name: v.cpu() for name, v in self.trainer.model.state_dict().items()}
+            checkpoints.write_atomic(self.run.model_file, checkpoints.packed(weights))
+        self.run.write_json("result.json", result.to_dict())
+        if result.status == "finished":
+            checkpoints.clear(self.run.checkpoints)
 
     def _tell(self, *, force: bool = False, done: str = "") -> None:
         now = time.monotonic()

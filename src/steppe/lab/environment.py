@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import steppe
+from steppe.lab.ranks import world
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "ranks": world().size,
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }

@@ -12,9 +12,14 @@ from steppe.lab import naming
 class LabError(Exception):
     """A mistake in a setting, a file or the data; the command line shows it without a traceback."""
 
+    shared = False
+    """Whether every rank of a parallel run raises it, so that one of them shows it for all."""
+
 
 class DivergedError(LabError):
     """The loss stopped being a number."""
+
+    shared = True
 
 
 class Interrupted(KeyboardInterrupt):

@@ -18,11 +18,11 @@ from steppe.lab.config import Config
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Display, Event, Listener, display
-from steppe.lab.results import Result, stored
-from steppe.lab.runs import Store
+from steppe.lab.ranks import world
+from steppe.lab.results import Result
 from steppe.lab.specs import parse
 from steppe.lab.stopping import StopSignal, obey
-from steppe.lab.training import run_config, settled
+from steppe.lab.training import find_result, run_config, settled
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,17 @@ def run_all(
     progress: bool | None = None,
     title: str = "all runs",
 ) -> list[Result]:
-    """The results of all jobs, in order; `processes` of them at a time."""
+    """The results of all jobs, in order; `processes` of them at a time.
+
+    Under torchrun one after the other, each on all ranks.
+    """
+    if processes > 1 and world().several:
+        raise LabError("under torchrun every run takes all ranks: runs side by side need jobs=1.")
     results: dict[int, Result] = {}
     open_jobs: dict[int, Job] = {}
     for index, job in enumerate(jobs):
         job = dataclasses.replace(job, config=settled(job.config, sources))
-        found = Store(Path(store)).find(job.config) if store is not None else None
-        result = stored(found) if found else None
+        result = find_result(job.config, store) if store is not None else None
         if result is None:
             open_jobs[index] = job
         else:

@@ -14,6 +14,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from steppe.lab.ranks import world
+
 logger = logging.getLogger("steppe")
 
 
@@ -142,11 +144,11 @@ class Bars(AbstractContextManager["Bars"]):
 def display(
     show: bool | None, weights: Mapping[str, float] | None = None, title: str = "all runs"
 ) -> Display:
-    """Bars on a terminal and in notebooks, else log lines; `show=False`: nothing.
+    """Bars on a terminal and in notebooks, else log lines; `show=False`, and all ranks but 0: nothing.
 
     `weights` gives the share of work of each run, by name, where there are several.
     """
-    if show is False:
+    if show is False or not world().leads:
         return Silent()
     weights = weights or {}
     notebook = "ipykernel" in sys.modules

@@ -44,9 +44,10 @@ class Result:
 
     @property
     def cost_seconds(self) -> float:
-        """Time as costs are compared by: on one CPU thread processor time, which other programs
-        on the machine do not stretch; else time on the wall."""
-        alone = self.config.device == "cpu" and self.config.threads == 1
+        """Time as costs are compared by: of one process on one CPU thread processor time, which
+        other programs on the machine do not stretch; else time on the wall."""
+        one_rank = self.environment.get("ranks", 1) == 1
+        alone = one_rank and self.config.device == "cpu" and self.config.threads == 1
         return self.cpu_seconds if alone else self.seconds
 
     def score(self, split: str = "test") -> float:

@@ -143,10 +143,12 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
         )
     elif any(row.chosen == "default" for row in comparison.rows):
         lines.append("Strengths not given are the defaults, untuned (--tune chooses them).")
+    ranks = environment.get("ranks", 1)
     lines.append(
         f"torch {environment.get('torch')}, steppe {environment.get('steppe')} "
         f"({environment.get('commit') or 'installed'}), {environment.get('processor')}, "
-        f"{environment.get('threads')} thread(s) a run."
+        f"{environment.get('threads')} thread(s) a run"
+        f"{f', on each of {ranks} ranks' if ranks > 1 else ''}."
     )
     return tuple(lines)
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import steppe
 from steppe.lab.config import Config
 from steppe.lab.data import epoch_order, mix
 from steppe.lab.errors import LabError
 from steppe.lab.problems import Problem
+from steppe.lab.ranks import Part, world
 from steppe.lab.specs import parse
+
+logger = logging.getLogger("steppe")
 
 Batch = tuple[Tensor, Tensor]
 CHECK_EVERY = 50
@@ -34,6 +39,9 @@ class Trainer:
 
     Order, augmentation, learning rate, strength and noise are functions of seed and step, so the
     state is small: weights, optimizer, perturber, torch's random state (dropout), running loss.
+
+    In a process group the model is wrapped in DDP. The ranks share each batch, or, where the passes
+    of a method lie over the ranks, those of one pass share its stream.
     """
 
     def __init__(self, config: Config, problem: Problem, device: torch.device) -> None:
@@ -48,12 +56,29 @@ class Trainer:
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
         self.method = parse(config.method).build(self.steps, self.model)
         self.optimizer = make_optimizer(self.model, config)
-        self.perturber = attach(self.model, self.optimizer, self.method, config)
+        self.world = world()
+        self.wrapped: nn.Module = self.model
+        if self.world.several:
+            check_ranks(self.method, self.world.size)
+            self.wrapped = DistributedDataParallel(self.model)
+        self.perturber = attach(self.wrapped, self.optimizer, self.method, config)
+        self.streams, self.part = self._share_of_work()
+        check_parts(len(self.data.train), config.batch, self.part)
+        if self.world.several:  # dropout should not repeat itself on the ranks
+            torch.manual_seed(mix("dropout", config.seed, self.world.rank))
         self.step = 0
         self.loss_sum = 0.0
         self.loss_count = 0
         self.last_loss = math.nan
         self._pending: list[Tensor] = []
+
+    def _share_of_work(self) -> tuple[range, Part]:
+        """The streams that this rank reads, and which part of their batches."""
+        ranks = self.perturber._engine.ledger.ranks
+        if ranks.index is None:
+            return range(self.method.batches_needed), Part(self.world.rank, self.world.size)
+        columns = ranks.size // ranks.passes
+        return range(ranks.index, ranks.index + 1), Part(ranks.rank % columns, columns)
 
     @property
     def epoch(self) -> int:
@@ -78,11 +103,13 @@ class Trainer:
     def batches(self) -> Iterator[tuple[Batch, ...]]:
         """What is left of the current epoch: per step, a batch from each stream the method needs.
 
-        Stream 0 is the same for every method; a second stream feeds a second, perturbed pass.
+        Stream 0 is the same for every method; a second stream feeds a second, perturbed pass. A rank
+        gets its part of them, with random augmentation of its own.
         """
+        part = (self.part.number,) if self.part.of > 1 else ()
         start = self.step % self.per_epoch
         streams = []
-        for stream in range(self.method.batches_needed):
+        for stream in self.streams:
             order = epoch_order(
                 len(self.data.train),
                 self.config.batch,
@@ -92,8 +119,8 @@ class Trainer:
             )
             streams.append(
                 self.data.train.batches(
-                    order,
-                    augment_seed=mix("training", self.config.seed, self.epoch, stream),
+                    [self.part.take(batch) for batch in order],
+                    augment_seed=mix("training", self.config.seed, self.epoch, stream, *part),
                     start=start,
                     workers=self.config.workers,
                 )
@@ -105,10 +132,10 @@ class Trainer:
         lr = self.lr(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.model.train()
+        self.wrapped.train()
         moved = [(self._place(x), y.to(self.device, non_blocking=True)) for x, y in batches]
         self.optimizer.zero_grad()
-        loss = self.perturber.backward(lambda x, y: self.task.loss(self.model(x), y), *moved)
+        loss = self.perturber.backward(self._loss, *moved)
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
@@ -117,11 +144,20 @@ class Trainer:
         if self.device.type == "cpu" or len(self._pending) >= CHECK_EVERY:
             self.read_losses()
 
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch; of a part, so weighted that the ranks' mean is the batch's."""
+        loss = self.task.loss(self.wrapped(x), y)
+        if self.part.of == 1:
+            return loss
+        before = self.step % self.per_epoch * self.config.batch
+        whole = min(self.config.batch, len(self.data.train) - before)
+        return loss * self.part.share(len(y), whole)
+
     def read_losses(self) -> None:
         """Add the losses since the last reading to the running mean; raise if one is not finite."""
         if not self._pending:
             return
-        values = torch.stack(self._pending).double().cpu()
+        values = self.world.mean(torch.stack(self._pending).double().cpu())
         first = self.step - len(values)
         self._pending = []
         bad = (~values.isfinite()).nonzero()
@@ -158,29 +194,50 @@ class Trainer:
         return bool(total.isfinite())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed training needs to end bit-identical to an uninterrupted one."""
+        """Everything a resumed training needs to end bit-identical to an uninterrupted one.
+
+        All ranks must ask for it together; what they have in common is rank 0's.
+        """
         self.read_losses()
         cuda = self.device.type == "cuda"
-        return {
+        random_cuda = torch.cuda.get_rng_state(self.device) if cuda else None
+        state = {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "perturber": self.perturber.state_dict(),
             "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
+            "random_cuda": random_cuda,
             "loss_sum": self.loss_sum,
             "loss_count": self.loss_count,
         }
+        if self.world.several:
+            state["random_ranks"] = self.world.gather((torch.get_rng_state(), random_cuda))
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.perturber.load_state_dict(state["perturber"])
-        torch.set_rng_state(state["random"])
-        if state["random_cuda"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random_cuda"], self.device)
+        self._load_random(state)
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
+
+    def _load_random(self, state: dict[str, Any]) -> None:
+        """This rank's own random state, where as many ranks go on as stopped."""
+        random = [(state["random"], state["random_cuda"])]
+        random = state.get("random_ranks", random)
+        if len(random) != self.world.size:
+            logger.warning(
+                "this run was saved on %d ranks and goes on on %d: it will not be bit-identical",
+                len(random),
+                self.world.size,
+            )
+            return
+        cpu, cuda = random[self.world.rank]
+        torch.set_rng_state(cpu)
+        if cuda is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda, self.device)
 
     def _place(self, x: Tensor) -> Tensor:
         x = x.to(self.device, non_blocking=True)
@@ -196,6 +253,33 @@ def check_channels(model: nn.Module, device: torch.device) -> None:
         raise LabError(
             f"channels_last with a convolution of {narrow[0].out_channels} channels (fewer than 8) "
             "crashes torch on the CPU. Set channels_last=false or widen the model."
+        )
+
+
+def lies_over_ranks(method: steppe.Method) -> bool:
+    """Whether a method's passes run at once on different ranks: each must have a batch of its own."""
+    return method.batches_needed > 1 and not method.in_sequence
+
+
+def check_ranks(method: steppe.Method, size: int) -> None:
+    """Raise for a number of ranks that the passes cannot be laid over."""
+    count = len(method.passes)
+    if lies_over_ranks(method) and size % count:
+        works = ", ".join(str(count * k) for k in range(1, 4))
+        raise LabError(
+            f"{method.name} lays its {count} passes over the ranks, which {size} cannot be divided "
+            f"into. Start {works}, … processes with torchrun --nproc-per-node."
+        )
+
+
+def check_parts(samples: int, batch: int, part: Part) -> None:
+    """Raise where a batch of the epoch, most likely the last, has no sample for some rank."""
+    smallest = samples % batch or batch
+    if smallest < part.of:
+        which = "a batch" if samples % batch == 0 else "the last batch of an epoch"
+        raise LabError(
+            f"{which} has {smallest} of {samples} samples, fewer than the {part.of} ranks that share "
+            "it. Change batch or train_size, or start fewer processes."
         )
 
 
@@ -216,7 +300,15 @@ def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: steppe.Method, config: Config
 ) -> steppe.Perturber:
     """steppe on this model, with a person's mistakes told as such."""
+    several = isinstance(model, DistributedDataParallel) and len(method.passes) > 1
+    in_turn: Literal["microbatches"] | None = None
+    if several and not lies_over_ranks(method):
+        in_turn = "microbatches"
     try:
-        return steppe.attach(model, optimizer, method, seed=config.seed)
+        return steppe.attach(model, optimizer, method, seed=config.seed, passes_over=in_turn)
     except ValueError as error:
         raise LabError(f"method {config.method}: {error}") from error
+    except RuntimeError as error:
+        if not several:
+            raise
+        raise LabError(f"method {config.method} under torchrun: {error}") from error

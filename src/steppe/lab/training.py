@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from steppe.lab.course import Course
 from steppe.lab.errors import DivergedError, LabError
 from steppe.lab.problems import Sources, load_problem, named
 from steppe.lab.progress import Listener, display
+from steppe.lab.ranks import check_device, world
 from steppe.lab.results import Result, stored
 from steppe.lab.runs import DEFAULT_STORE, Run, Store, locked
 from steppe.lab.specs import parse
@@ -48,13 +49,29 @@ def run_config(
     config = settled(config, sources)
     if store is None:
         return _attempt(config, sources, None, listener)
-    found = Store(Path(store)).find(config)
-    result = stored(found) if found else None
+    result = find_result(config, store)
     if result is not None:
         return result
-    run = found or Store(Path(store)).place(config)
-    with locked(run):
-        return _attempt(config, sources, run, listener)
+    with ExitStack() as stack:
+        run = world().from_first(lambda: _held(config, Path(store), stack))
+        return _attempt(config, sources, run if world().leads else None, listener)
+
+
+def find_result(config: Config, store: str | Path) -> Result | None:
+    """The result of a settled config's run, if it has one; on every rank what rank 0 finds."""
+
+    def look() -> Result | None:
+        found = Store(Path(store)).find(config)
+        return stored(found) if found else None
+
+    return world().from_first(look)
+
+
+def _held(config: Config, store: Path, stack: ExitStack) -> Run:
+    """The run's folder, found or new, which no other process has until the stack is left."""
+    run = Store(store).find(config) or Store(store).place(config)
+    stack.enter_context(locked(run))
+    return run
 
 
 def settled(config: Config, sources: Sources) -> Config:
@@ -64,6 +81,7 @@ def settled(config: Config, sources: Sources) -> Config:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise LabError("device 'cuda' was asked for, but torch finds no GPU here. Use cpu.")
+    check_device(device)
     threads = config.threads or torch.get_num_threads()
     config = parse(config.method).apply(config)
     return named(config.replace(device=device, threads=threads), sources)
@@ -71,10 +89,14 @@ def settled(config: Config, sources: Sources) -> Config:
 
 def _attempt(config: Config, sources: Sources, run: Run | None, listener: Listener) -> Result:
     with _own_random_state(config):
-        problem = load_problem(config, sources)
-        if run is not None:
-            run.write_json("config.json", config.to_dict())
-        return Course(config, problem, run, listener).to_the_end()
+        with world().together():
+            problem = load_problem(config, sources)
+            if run is not None:
+                run.write_json("config.json", config.to_dict())
+        with world().together():
+            course = Course(config, problem, run, listener)
+        result = course.to_the_end()
+        return world().from_first(lambda: result)
 
 
 @contextmanager

@@ -42,8 +42,9 @@ def attach(
 
     Args:
         model: the object that the loop calls (the compiled or wrapped one, if it is).
-        optimizer: any `torch.optim` optimizer over the model's parameters. Options of a parameter
-            group: `perturb=False` leaves it out, `strength=0.5` scales its perturbation.
+        optimizer: any `torch.optim` optimizer over the model's parameters (or what Accelerate and
+            Lightning wrap around one). Options of a parameter group: `perturb=False` leaves it out,
+            `strength=0.5` scales its perturbation.
         method: `steppe.arwp()`, `steppe.m_arwp(0.015)`, …
         seed: of the noise. The global random state is never touched.
         exclude: names of parameters to leave out, for example `("*.bias", "*norm*")`.
@@ -59,14 +60,16 @@ def attach(
             the default) or "global" (by the averaged one).
 
     Examples:
+        >>> from steppe import rwp
         >>> model = nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> perturber = attach(model, optimizer, Method("rwp", rwp(0.01).passes))
+        >>> perturber = attach(model, optimizer, rwp(0.01))
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
         >>> perturber.step
         1
     """
+    optimizer, scaler = unwrap(optimizer, scaler)
     _check_kinds(model, optimizer, method, seed, scaler)
     _check_options(microbatch_loss, on_incomplete, passes_over, noise, ascent)
     if is_attached(model):
@@ -97,6 +100,20 @@ def attach(
     ranks.narrow_sync_batchnorm(model)
     engine = Engine(model, method, weights, ledger, seed)
     return Perturber(engine, Hooks(engine), choice.skipped)
+
+
+def unwrap(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
+    """The optimizer that takes the steps, and its scaler, where a framework wraps the two.
+
+    Accelerate's and Lightning's wrappers are optimizers by name only: hooks belong on the real one.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups:
+        scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer, scaler
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""Loops that a framework owns: which methods they can run, and what they know of the length."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from steppe.methods import Method
+
+OPTIONS = ("seed", "exclude", "on_incomplete", "passes_over", "noise", "ascent")
+"""Options of `attach` that are the user's; the framework knows the others."""
+
+
+def check_arguments(method: object, options: dict[str, Any]) -> None:
+    """Refuse, when the callback is made, what could not work once training runs."""
+    if not isinstance(method, Method):
+        name = getattr(method, "__name__", "arwp")
+        hint = f" Did you mean steppe.{name}()?" if callable(method) else ""
+        raise TypeError(
+            f"Perturb() takes a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
+        )
+    if method.m is not None or (method.in_sequence and method.feed == "each"):
+        option = f"m={method.m}" if method.m is not None else "same_batch=False"
+        raise ValueError(
+            f"{method.name}({option}) deals batches in a way that a framework's loop cannot. Leave "
+            "the option out, or write the loop yourself with perturber.backward(loss_of, ...)."
+        )
+    for name in options:
+        if name in ("scaler", "microbatch_loss"):
+            raise TypeError(f"Perturb() takes {name} from the framework; leave it out.")
+        if name not in OPTIONS:
+            raise TypeError(f"Perturb() takes the options {', '.join(OPTIONS)}; got {name}.")
+
+
+def fill_in_length(method: Method, steps: float, ask: str) -> Method:
+    """The method with the length of training where a schedule left it open. `ask`: how to give it."""
+    if not method.needs_steps:
+        return method
+    if not (math.isfinite(steps) and steps >= 1):
+        raise ValueError(
+            f"A schedule of {method.name}() needs the length of training, but {ask} leaves it open "
+            f"(got {steps}). Set it, or give the schedule its steps: cosine_increase(0, 0.01, 1000)."
+        )
+    return method.with_steps(int(steps))

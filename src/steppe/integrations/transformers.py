@@ -1,0 +1,148 @@
+"""Hugging Face Transformers: `Trainer(callbacks=[Perturb(steppe.arwp())])`.
+
+The callback serves every method whose passes an unchanged loop can run. Those that need a batch
+twice (SAM), and models that Trainer wraps (several processes, `torch_compile`), take
+`PerturbTrainer` in place of `Trainer`, since a callback sees neither batches nor the wrapper.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steppe.attaching import attach
+from steppe.integrations.loops import check_arguments, fill_in_length
+from steppe.methods import Method
+from steppe.perturber import Perturber
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise ImportError(
+        "steppe.integrations.transformers needs Transformers and Accelerate. Install them with "
+        "pip install 'steppe[transformers]'."
+    ) from error
+
+
+class Perturb(TrainerCallback, ExportableState):
+    """Train with a method of steppe's in a Transformers Trainer.
+
+    Args:
+        method: `steppe.arwp()`, `steppe.m_arwp(ratio=0.3)`, … A schedule without a length
+            (`cosine_increase(0, 0.01)`) gets the Trainer's `max_steps`.
+        options: of `steppe.attach`: seed, exclude, on_incomplete, passes_over, noise, ascent.
+
+    `perturber` is the perturber at work; its state is saved in `trainer_state.json`.
+    """
+
+    def __init__(self, method: Method, **options: Any) -> None:
+        if isinstance(method, str):
+            raise ValueError(
+                "restore_callback_states_from_checkpoint=True makes callbacks anew from JSON, which "
+                "cannot hold a method. Leave it False: Perturb() finds its state by itself."
+            )
+        check_arguments(method, options)
+        self.method, self.options = method, options
+        self.perturber: Perturber | None = None
+        self.trainer: PassesMixin | None = None
+        """Set by `PerturbTrainer`, which knows the model as it is called."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.perturber is not None:  # an earlier train() that ended in an exception
+            self.perturber.detach()
+        if self.trainer is None:
+            self._check_plain_trainer(args)
+        model = kwargs["model"] if self.trainer is None else self.trainer.model_wrapped
+        ask = "TrainingArguments(num_train_epochs=..., max_steps=...)"
+        method = fill_in_length(self.method, state.max_steps, ask)
+        self.perturber = attach(model, kwargs["optimizer"], method, **self.options)
+        name = type(self).__name__
+        if state.global_step:
+            self._resume(state.global_step, state.stateful_callbacks.get(name))
+        state.stateful_callbacks.setdefault(name, {})  # a checkpoint from before lacks it
+
+    def _check_plain_trainer(self, args: Any) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self.method.repeats_batch:
+            problem = f"{self.method.name}() needs each batch twice, which a callback cannot give."
+        elif several:
+            problem = "With several processes steppe must see the model as Trainer wraps it."
+        elif args.torch_compile:
+            problem = "With torch_compile steppe must see the compiled model."
+        else:
+            return
+        raise RuntimeError(
+            f"{problem} Use steppe.integrations.transformers.PerturbTrainer in place of "
+            "transformers.Trainer, with the same arguments."
+        )
+
+    def _resume(self, step: int, saved: dict[str, Any] | None) -> None:
+        assert self.perturber is not None
+        if saved:
+            self.perturber.load_state_dict(unpack(saved["attributes"]["packed"]))
+        else:
+            warnings.warn(
+                f"Training goes on at step {step} from a checkpoint without a state of Perturb(): "
+                "schedules and history start anew.",
+                stacklevel=2,
+            )
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self.perturber is not None:
+            self.perturber.detach()
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes into `trainer_state.json`."""
+        if self.perturber is None:
+            return {}
+        packed = pack(self.perturber.state_dict())
+        return {"args": {"method": self.method.name}, "attributes": {"packed": packed}}
+
+
+class PassesMixin:
+    """For a Trainer class of your own: `class Mine(PassesMixin, Seq2SeqTrainer)`."""
+
+    model_wrapped: nn.Module
+    callback_handler: Any
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Perturb):
+                callback.trainer = self
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """All passes of a method over one micro-batch, where it needs the batch more than once."""
+        step = super().training_step  # type: ignore[misc]
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Perturb) and callback.method.repeats_batch:
+                assert callback.perturber is not None
+                losses = []
+                for run in callback.perturber.passes():
+                    with run:
+                        losses.append(run.weight * step(*args, **kwargs))
+                return torch.stack(losses).sum()
+        return step(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class PerturbTrainer(PassesMixin, Trainer):
+    """`transformers.Trainer` for `Perturb` callbacks: also SAM, several processes, torch_compile."""
+
+
+def pack(state: dict[str, Any]) -> str:
+    """A state dict as text, bit for bit: Trainer keeps the state of callbacks as JSON."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def unpack(text: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+    return state

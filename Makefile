@@ -16,6 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 DEMO := runs/demo
+ANALYSES := landscape spectrum radius sharpness
+landscape_options := --n 25
+radius_options := --directions 8
 TUNING := --tune --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
 demo: $(STAMP)  ## compare the paper's six methods on digits, look at their minima, write a page about it
@@ -25,12 +28,12 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, look at their mini
 	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
 		--store $(DEMO) --out $(DEMO)/clean.json
 	@echo; echo "How flat are the minima? Landscape, spectrum, radius and sharpness of one run a method:"; echo
-	$(BIN)/steppe analyze landscape $(DEMO)/noisy.json --n 25 --store $(DEMO)
-	$(BIN)/steppe analyze spectrum $(DEMO)/noisy.json --store $(DEMO)
-	$(BIN)/steppe analyze radius $(DEMO)/noisy.json --store $(DEMO)
-	$(BIN)/steppe analyze sharpness $(DEMO)/noisy.json --store $(DEMO)
+	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)
 	@echo
 	$(BIN)/steppe report $(DEMO)/noisy.json --store $(DEMO) --out $(DEMO)/report.html
+
+demo-%: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)
 
 test: lint types unit  ## lint, types and tests
 

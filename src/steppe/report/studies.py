@@ -48,6 +48,11 @@ class Group:
         name = metric or self.results[0].metric
         return mean_std([result.metrics[split][name] for result in self.results])
 
+    def gap(self) -> float:
+        """By how much the training data flatters the deciding metric; below 0 where it does not."""
+        rise = self.scores("train")[0] - self.scores("test")[0]
+        return rise if self.results[0].higher_is_better else -rise
+
 
 def groups_of(results: Sequence[Result]) -> list[Group]:
     """Finished results, seeds of one experiment together."""
@@ -66,21 +71,18 @@ def convergence_figure(groups: Mapping[str, Group]) -> Figure:
     """
     figure, (left, right) = panels(2, width=4.2)
     example = next(iter(groups.values())).results[0]
-    true_loss = f"train_{_loss_name(example)}"
+    true_loss, tested = f"train_{_loss_name(example)}", f"test_{example.metric}"
     curves = {
         name: [Run(r.folder).metrics for r in group.results if r.folder]
         for name, group in groups.items()
     }
     followed = all(mean_curve(runs, true_loss) for runs in curves.values())
     for i, (name, runs) in enumerate(curves.items()):
-        style: dict[str, Any] = {
-            **line_style(i),
-            "marker": MARKS[i % len(MARKS)],
-            "markevery": 0.12,
-        }
+        style: dict[str, Any] = {**line_style(i), "marker": MARKS[i % len(MARKS)]}
         label = f"{name}, n = {len(runs)}"
-        left.plot(*_xy(mean_curve(runs, true_loss if followed else "loss")), **style, label=label)
-        right.plot(*_xy(mean_curve(runs, f"test_{example.metric}")), **style)
+        for axis, column in ((left, true_loss if followed else "loss"), (right, tested)):
+            epochs, values = _xy(mean_curve(runs, column))
+            axis.plot(epochs, values, **style, markevery=max(1, len(epochs) // 8), label=label)
     left.set_ylabel(f"training loss ({'true' if followed else 'perturbed'} weights)")
     left.set_yscale("log")
     right.set_ylabel(f"test {example.metric}")
@@ -101,11 +103,17 @@ def generalisation_figure(groups: Mapping[str, Sequence[Group]]) -> Figure:
         style: dict[str, Any] = {**line_style(i), "marker": MARKS[i % len(MARKS)]}
         example = ordered[0].results[0]
         losses = [group.scores("train", _loss_name(example))[0] for group in ordered]
-        gaps = [abs(g.scores("train")[0] - g.scores("test")[0]) for g in ordered]
+        gaps = [group.gap() for group in ordered]
         left.plot(losses, gaps, **style, label=name)
         for loss, gap, group in zip(losses, gaps, ordered, strict=True):
-            words = f" {group.strength:g}"
-            left.annotate(words, (loss, gap), fontsize="x-small", color=style["color"])
+            left.annotate(
+                f"{group.strength:g}",
+                (loss, gap),
+                xytext=(5, 4 - 12 * (i % 2)),
+                textcoords="offset points",
+                fontsize="x-small",
+                color=style["color"],
+            )
         means, stds = zip(*(group.scores("test") for group in ordered), strict=True)
         strengths = [group.strength for group in ordered]
         right.errorbar(strengths, means, yerr=stds, **style, capsize=2, label=name)

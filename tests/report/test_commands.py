@@ -162,6 +162,7 @@ MISTAKES = [
     ),
     (["analyze", "landscape"], "say which runs"),
     (["analyze", "landscape", "digits-s"], "give more of the name"),
+    (["analyze", "landscape", "comparison.json", "--seeds", "0"], "seeds must be at least 1"),
     (["analyze", "landscape", "no.json"], "cannot read no.json: No such file"),
     (["analyze", "landscape", "digits-sgd-seed0", "--n", "1"], "n must be at least 2"),
     (["analyze", "landscape", "digits-sgd-seed0", "--samples", "0"], "samples must be at least 1"),

@@ -118,6 +118,8 @@ class Analysis(ABC):
             raise LabError(
                 f"say which runs: steppe analyze {self.name} RUN; `steppe runs` lists them."
             )
+        if self.common.seeds < 1:
+            raise LabError(f"seeds must be at least 1, got {self.common.seeds}.")
         found: dict[Path, Run] = {}
         for name in self.runs:
             if name.endswith(".json"):

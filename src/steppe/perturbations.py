@@ -47,7 +47,9 @@ class Perturbation(ABC):
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         """The expected ‖eps‖, for `print(perturber)` and `stats()`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define radius(): print(perturber) and stats() needs it."
+        )
 
     def init(self, weights: Weights) -> State:
         """What this perturbation remembers, before the first step."""
@@ -57,17 +59,23 @@ class Perturbation(ABC):
         self, weights: Weights, state: State, grads: Gradients, scale: Tensor | float
     ) -> None:
         """Learn from the gradients that the optimizer is about to see, each times `scale`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define learn(): learns_from needs it."
+        )
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         """Note what `learn_noted` will need of one parameter's gradient in one pass of several."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define collect(): learns_from = 'pass' in a method of several passes needs it."
+        )
 
     def learn_noted(
         self, weights: Weights, state: State, notes: Gradients, scale: Tensor | float
     ) -> None:
         """Learn from the notes of all of a step's perturbed passes, gradients times `scale`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define learn_noted(): learns_from = 'pass' in a method of several passes needs it."
+        )
 
     def stats(self, state: State) -> dict[str, float]:
         """Numbers worth logging; called only when the user asks."""

@@ -222,6 +222,19 @@ def _baseline_first(specs: list[Spec]) -> list[Spec]:
     return [plain, *(spec for spec in unique if spec is not plain)]
 
 
+def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]:
+    """FLOPs and time as multiples of the baseline's, over pairs of runs."""
+    times = [
+        a.cost_seconds / b.cost_seconds
+        for a, b in zip(results, base, strict=True)
+        if a.status == b.status == "finished" and b.cost_seconds > 0
+    ]
+    found = {"flops": results[0].flops * results[0].steps / max(1, base[0].flops * base[0].steps)}
+    if times:
+        found["time"] = statistics.median(times)
+    return found
+
+
 def judged(rows: list[Row]) -> tuple[Row, ...]:
     """The rows with differences to the first, corrected over all of them, and costs."""
     base = rows[0]
@@ -232,15 +245,7 @@ def judged(rows: list[Row]) -> tuple[Row, ...]:
     )
     judged = []
     for row, difference in zip(rows, [None, *differences], strict=True):
-        times = [
-            a.cost_seconds / b.cost_seconds
-            for a, b in zip(row.results, base.results, strict=True)
-            if a.status == b.status == "finished" and b.cost_seconds > 0
-        ]
-        flops = row.results[0].flops * row.results[0].steps
-        cost = {"flops": flops / max(1, base.results[0].flops * base.results[0].steps)}
-        if times:
-            cost["time"] = statistics.median(times)
+        cost = costs(row.results, base.results)
         judged.append(
             Row(row.spec, row.label, row.chosen, row.results, row.trials, difference, cost)
         )

@@ -77,8 +77,8 @@ def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
         row.label,
         row.strength or "–",
         f"{mean:.{digits}f} ± {std:.{digits}f}" if row.finished else "diverged",
-        _interval(row.difference, digits),
-        "–" if row.difference is None else _p(row.difference),
+        interval_words(row.difference, digits),
+        "–" if row.difference is None else p_words(row.difference),
         signed(gap, digits).removeprefix("+") if row.finished else "–",
         *(_short(value) for value in rest),
         f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
@@ -101,7 +101,8 @@ def _digits(comparison: Comparison) -> int:
     return max(0, 3 - math.floor(math.log10(abs(mean)))) if mean and math.isfinite(mean) else 4
 
 
-def _interval(difference: Difference | None, digits: int) -> str:
+def interval_words(difference: Difference | None, digits: int) -> str:
+    """`+1.20 [+0.80, +1.60]`, at the level of Holm's test."""
     if difference is None or difference.n == 0:
         return "–"
     if difference.n < 2:
@@ -110,7 +111,8 @@ def _interval(difference: Difference | None, digits: int) -> str:
     return f"{signed(difference.mean, digits)} [{low}, {high}]"
 
 
-def _p(difference: Difference) -> str:
+def p_words(difference: Difference) -> str:
+    """The corrected p-value; none below five pairs."""
     if difference.n < ENOUGH:
         return "–"
     return "<0.001" if difference.p_holm < 0.001 else f"{difference.p_holm:.3f}"

@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from steppe.lab.errors import unknown
+from steppe.lab.errors import LabError, unknown
 from steppe.lab.progress import duration
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.tables import Table
@@ -28,7 +28,8 @@ logger = logging.getLogger("steppe")
 class Studies:
     """List the studies, or train what is missing of one and keep each run as a line of evidence.
 
-    Stop it whenever you like: the same command goes on. Example: steppe study digits --jobs 2
+    Stop it whenever you like: the same command goes on. steppe study --page writes what the lines say.
+    Example: steppe study digits --jobs 2
     """
 
     name: Annotated[Positional[str | None], tyro.conf.arg(metavar="STUDY")] = None
@@ -49,10 +50,17 @@ class Studies:
     """Where runs live until their line is written."""
     root: str | None = None
     """The folder where data sets are."""
+    page: bool = False
+    """Train nothing: write docs/evidence.md and its figures from the lines that exist."""
+    docs: Path = Path("docs")
+    """The folder of that page."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """No progress."""
 
     def run(self) -> None:
+        if self.page:
+            self._write_page()
+            return
         processes = self.jobs or os.cpu_count() or 1
         if self.name is None:
             _write(listing([self._state(each) for each in STUDIES.values()], processes))
@@ -72,6 +80,17 @@ class Studies:
             progress=False if self.quiet else None,
         )
         _write(listing([(plan, Evidence(self.evidence, chosen.name))], processes))
+
+    def _write_page(self) -> None:
+        if self.name is not None:
+            raise LabError("the page shows all studies: steppe study --page, without a name.")
+        try:
+            from steppe.study.page import write_page
+
+            files = write_page(self.evidence, self.docs)
+        except ImportError as error:
+            raise LabError(str(error)) from None
+        logger.info("written to %s, with %d figures", files[0], len(files) - 1)
 
     def _state(self, each: Study) -> tuple[Plan, Evidence]:
         evidence = Evidence(self.evidence, each.name)

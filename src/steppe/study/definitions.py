@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from steppe.lab.config import Config
 from steppe.lab.errors import unknown
 from steppe.lab.recipes import recipe
+from steppe.lab.specs import label, parse
 from steppe.lab.tuning import Tune
 
 METHODS = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp", "msam")
@@ -76,6 +78,15 @@ class Setting:
     sweep_seeds: int = 5
     minima: bool = False
     """Whether curvature, sharpness and weight norm of the final models are measured."""
+
+    def called(self, method: str) -> str:
+        """How tables call a method here."""
+        return _label(method, self.config.optimizer)
+
+
+@cache
+def _label(method: str, optimizer: str) -> str:
+    return label(parse(method), optimizer)
 
 
 @dataclass(frozen=True)

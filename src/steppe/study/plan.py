@@ -15,7 +15,7 @@ from steppe.lab import models
 from steppe.lab.config import Config
 from steppe.lab.jobs import Job, passes
 from steppe.lab.results import Result
-from steppe.lab.specs import Spec, label, parse
+from steppe.lab.specs import Spec, parse
 from steppe.lab.sweeps import with_values
 from steppe.lab.tuning import Choice, tune_all
 from steppe.study.definitions import LENGTHS, Control, Setting, Study
@@ -106,11 +106,6 @@ def make_plan(study: Study, evidence: Evidence) -> Plan:
     return Plan(study, tuple(entries), tuple(waiting), choices)
 
 
-def method_name(setting: Setting, method: str) -> str:
-    """How tables call a method of this setting."""
-    return label(pinned(setting, method), setting.config.optimizer)
-
-
 def pinned(setting: Setting, method: str) -> Spec:
     """The method with its default strength written out: a changed default is another run."""
     return _pinned(setting.config.model, method)
@@ -134,7 +129,7 @@ def _defaults(setting: Setting) -> Iterator[Entry]:
         config = setting.config.replace(seed=seed)
         for method in setting.methods:
             spec = pinned(setting, method)
-            yield Entry(setting, "defaults", method_name(setting, method), spec.apply(config))
+            yield Entry(setting, "defaults", setting.called(method), spec.apply(config))
         for control in setting.controls:
             spec = pinned(setting, control.method)
             yield Entry(setting, "defaults", control.name, controlled(control, spec, config))
@@ -181,7 +176,7 @@ def _tuned(setting: Setting, specs: dict[str, Spec]) -> Iterator[Entry]:
         config = setting.config.replace(seed=seed)
         for method in setting.methods:
             spec = specs.get(method) or pinned(setting, method)
-            yield Entry(setting, "tuned", method_name(setting, method), spec.apply(config))
+            yield Entry(setting, "tuned", setting.called(method), spec.apply(config))
         for control in setting.tuned_controls:
             spec = specs.get(control.method) or pinned(setting, control.method)
             bare = dataclasses.replace(spec, fields={})
@@ -194,7 +189,7 @@ def _lengths(setting: Setting) -> Iterator[Entry]:
     for seed, length in itertools.product(range(setting.seeds), LENGTHS):
         config = setting.config.replace(seed=seed, steps=round(steps * length))
         for method in setting.lengths:
-            name = f"{method_name(setting, method)}, {length:g} times the steps"
+            name = f"{setting.called(method)}, {length:g} times the steps"
             yield Entry(setting, "lengths", name, pinned(setting, method).apply(config))
 
 

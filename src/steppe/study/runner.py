@@ -9,9 +9,10 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from steppe.lab.jobs import Job, run_all
@@ -19,6 +20,8 @@ from steppe.lab.problems import Sources, load_data
 from steppe.lab.progress import Display, display
 from steppe.lab.results import Result
 from steppe.lab.runs import Run
+from steppe.lab.specs import parse
+from steppe.study import minima
 from steppe.study.definitions import Study
 from steppe.study.evidence import Evidence, Line, thinned
 from steppe.study.plan import Entry, Part, Plan, make_plan
@@ -102,11 +105,24 @@ def _run(
         curves = {} if entry.part == "tuning" else thinned(Run(result.folder).metrics)
         message = result.message.partition(" The last good checkpoint")[0]  # names a folder
         told = dataclasses.replace(result, config=entry.config, message=message)
-        evidence.append(Line(entry.run, entry.label, told, curves))
+        found = minima.read(Run(result.folder))
+        evidence.append(Line(entry.run, entry.label, told, curves, found))
         shutil.rmtree(result.folder)
 
-    work = [Job(entry.label, entry.config.replace(root=root)) for entry in entries]
+    work = [
+        Job(entry.label, entry.config.replace(root=root), _measured(entry)) for entry in entries
+    ]
     run_all(work, Sources(), store, processes=processes, show=show, keep=keep)
+
+
+def _measured(entry: Entry) -> Callable[[Result], None] | None:
+    """What is measured at the run's minimum: of seed 0 also landscapes, for all on one scale."""
+    if not entry.setting.minima or entry.part not in ("defaults", "tuned"):
+        return None
+    shown = entry.config.seed == 0 and entry.part == "defaults"
+    spec = parse(entry.config.method)
+    landscape = shown and entry.name in map(entry.setting.called, entry.setting.methods)
+    return partial(minima.measure, landscape=landscape, radius=shown and spec.name == "sgd")
 
 
 @contextmanager

@@ -1,0 +1,292 @@
+"""The page's answers: plain sentences, each computed from paired differences with its interval."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from scipy import stats
+
+from steppe.lab.sentences import interval_words
+from steppe.lab.statistics import ENOUGH, Difference, equivalent, half_width, mean_std
+from steppe.lab.tables import join_words, signed
+from steppe.study.definitions import Setting
+from steppe.study.findings import (
+    JUDGED,
+    Claim,
+    Findings,
+    adaptive,
+    matching,
+    mixing,
+    ordering,
+)
+from steppe.study.plan import Part
+from steppe.study.tables import HOW, strength_words
+
+MARGIN = 0.5
+"""Points of accuracy within which two methods match."""
+IDLE = 0.98
+"""Where the median adaptive factor stays above this, the adaptive form does nothing."""
+LITTLE = 5.0
+"""Points from training to test accuracy below which there is little to gain."""
+
+Answer = Callable[[Findings], list[str]]
+
+
+def answers(findings: Findings) -> list[str]:
+    """Markdown: a heading for each question that the study can speak to, and its sentences."""
+    questions: dict[str, Answer] = {
+        "Does the adaptive form help?": adaptive_answer,
+        "Does mixing help beyond its second batch?": mixing_answer,
+        "Does m-ARWP match SAM?": matching_answer,
+        "Is the ordering the paper's?": ordering_answer,
+        "Is the flattest model the best?": flatness_answer,
+        "Where did perturbation cost accuracy?": cost_answer,
+    }
+    found = []
+    for question, answer in questions.items():
+        if sentences := answer(findings):
+            found += [f"**{question}**", "", *(f"- {sentence}" for sentence in sentences), ""]
+    return found
+
+
+def _places(findings: Findings) -> Iterator[tuple[Setting, Part, str]]:
+    """Every setting with either kind of strengths, and how sentences begin about it."""
+    for setting, part in itertools.product(findings.study.settings, JUDGED):
+        if findings.names(setting, part):
+            yield setting, part, f"{setting.title}, {HOW[part]}"
+
+
+def told(claim: Claim, difference: Difference) -> str:
+    """`A − B is +1.20 [+0.80, +1.60] points (n = 20): better.`"""
+    words = f"{claim.first} − {claim.second} is {interval_words(difference, 2)} points"
+    words += f" (n = {difference.n})"
+    if difference.n < ENOUGH:
+        least = "" if difference.n < 2 else f"; one below {difference.smallest:.2f} would not show"
+        return f"{words}: too few seeds for a verdict{least}."
+    if difference.verdict == "no difference seen":
+        return f"{words}: no difference seen; one below {difference.smallest:.2f} would not show."
+    return f"{words}: {difference.verdict}."
+
+
+def adaptive_answer(findings: Findings) -> list[str]:
+    """ARWP against RWP, m-ARWP against m-RWP, and whether the factor left 1 at all."""
+    found = []
+    for setting, part, place in _places(findings):
+        parts = []
+        for pair in adaptive(setting):
+            claim, difference = findings.difference(setting, part, pair)
+            if difference is None:
+                continue
+            lowest = findings.lowest_factor(setting, part, claim.first)
+            parts.append(told(claim, difference) + _factor_words(claim.first, lowest))
+        if parts:
+            found.append(f"{place}: {' '.join(parts)}")
+    return found
+
+
+def _factor_words(name: str, lowest: float | None) -> str:
+    if lowest is None:
+        return ""
+    if lowest > IDLE:
+        return (
+            f" The median of {name}'s adaptive factor never fell below {lowest:.3f}: the adaptive "
+            "form did nothing here."
+        )
+    return f" The median of {name}'s adaptive factor fell to {lowest:.3f}."
+
+
+def mixing_answer(findings: Findings) -> list[str]:
+    """m-ARWP against ARWP with the doubled batch, which has seen the same data."""
+    return _simple(findings, mixing)
+
+
+def _simple(findings: Findings, pair: Callable[[Setting], tuple[str, str]]) -> list[str]:
+    found = []
+    for setting, part, place in _places(findings):
+        claim, difference = findings.difference(setting, part, pair(setting))
+        if difference is not None:
+            found.append(f"{place}: {told(claim, difference)}")
+    return found
+
+
+def matching_answer(findings: Findings) -> list[str]:
+    """Only equivalence within the margin is a match; a missing difference is none."""
+    found = []
+    for setting, part, place in _places(findings):
+        claim, difference = findings.difference(setting, part, matching(setting))
+        if difference is None:
+            continue
+        words = told(claim, difference)
+        if difference.n >= ENOUGH:
+            match = equivalent(findings.pairs(claim), MARGIN)
+            words += f" Equivalent within {MARGIN:g} points: {'yes' if match else 'not shown'}."
+        found.append(f"{place}: {words}")
+    return found
+
+
+def ordering_answer(findings: Findings) -> list[str]:
+    """The steps of the paper's ordering, one by one, and the likely cause where one is reversed."""
+    found = []
+    for setting, part, place in _places(findings):
+        steps = [findings.difference(setting, part, pair) for pair in ordering(setting)]
+        known = [(claim, difference) for claim, difference in steps if difference is not None]
+        if not known:
+            continue
+        names = [known[0][0].second, *(claim.first for claim, _ in known)]
+        ours = sorted(names, key=lambda name: findings.mean(setting, part, name))
+        words = f"by means {' < '.join(ours)}."
+        groups: dict[str, list[str]] = {}
+        for claim, difference in known:
+            step = f"{claim.second} < {claim.first} ({interval_words(difference, 2)})"
+            groups.setdefault(difference.verdict, []).append(step)
+        titles = {
+            "better": "Of the paper's steps, seen here too",
+            "worse": "Against the paper",
+            "no difference seen": "No difference seen",
+            "too few seeds": "Too few seeds for a verdict",
+        }
+        for verdict, title in titles.items():
+            if verdict in groups:
+                words += f" {title}: {join_words(groups[verdict])}."
+        for claim, difference in known:
+            if difference.verdict == "worse":
+                words += f" {cause(findings, setting, part, claim)}"
+        found.append(f"{place}: {words}")
+    return found
+
+
+def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str:
+    """What these runs themselves show that may explain a step against the paper."""
+    about = f"That {claim.first} is below {claim.second}"
+    reasons = []
+    for name in (claim.first, claim.second):
+        if part != "defaults" or not findings.finished(setting, "tuned", name):
+            continue
+        before = strength_words(findings, setting, "defaults", name)
+        after = strength_words(findings, setting, "tuned", name)
+        if before != after:
+            reasons.append(f"the validation split prefers {after} to {name}'s {before}")
+    if part == "defaults" and reasons:
+        _, tuned = findings.difference(setting, "tuned", (claim.first, claim.second))
+        if tuned is not None:
+            reasons.append(f"with tuned strengths the difference is {interval_words(tuned, 2)}")
+    if (claim.first, claim.second) in adaptive(setting):
+        noise = [_displacement(findings, setting, part, n) for n in (claim.first, claim.second)]
+        if noise[0] < noise[1]:
+            reasons.append(
+                f"the adaptive factor leaves it less noise at the same ratio (‖eps‖/‖w‖ of "
+                f"{noise[0]:.3f} against {noise[1]:.3f} on average)"
+            )
+    gap = _gap(findings, setting, part)
+    if gap < LITTLE:
+        base = setting.called("sgd")
+        reasons.append(
+            f"{base} itself is only {gap:.1f} points worse on test than on training data, so that "
+            "there is little to gain and noise costs"
+        )
+    if not reasons:
+        return f"{about}: nothing measured here explains it."
+    return f"{about}, likely because {join_words(reasons)}."
+
+
+def _gap(findings: Findings, setting: Setting, part: Part) -> float:
+    base = findings.finished(setting, part, setting.called("sgd")).values()
+    return mean_std([result.score("train") - result.score("test") for result in base])[0]
+
+
+def _displacement(findings: Findings, setting: Setting, part: Part, name: str) -> float:
+    """‖eps‖/‖w‖, over the epochs and seeds."""
+    results = findings.finished(setting, part, name).values()
+    return mean_std([result.perturbation["displacement"] for result in results])[0]
+
+
+def cost_answer(findings: Findings) -> list[str]:
+    """Everything that is worse than plain training, and what collapsed."""
+    found = []
+    for setting, part, place in _places(findings):
+        base, *rest = findings.names(setting, part)
+        plain = {control.name for control in setting.controls if control.method == "sgd"}
+        others = [name for name in rest if name not in plain]
+        lost, judged = [], 0
+        for name in others:
+            _, difference = findings.difference(setting, part, (name, base))
+            if difference is None:
+                continue
+            judged += difference.n >= ENOUGH
+            if difference.verdict == "worse":
+                lost.append(f"{name} ({interval_words(difference, 2)})")
+        if lost:
+            found.append(f"{place}: worse than {base}: {join_words(lost)}.")
+        elif judged:
+            found.append(f"{place}: nowhere, of {judged} rows with five seeds or more.")
+        diverged = [
+            f"{name} on {count} seeds"
+            for name in others
+            if (
+                count := len(findings.lines(setting, part, name))
+                - len(findings.finished(setting, part, name))
+            )
+        ]
+        if diverged:
+            found.append(f"{place}: diverged: {join_words(diverged)}.")
+    return found
+
+
+def flatness_answer(findings: Findings) -> list[str]:
+    """The method with the flattest minima against the one with the best accuracy."""
+    found = []
+    measures = {
+        "largest_eigenvalue": "the largest Hessian eigenvalue",
+        "adaptive_sharpness": "adaptive sharpness",
+        "weight_norm": "the norm of the weights",
+    }
+    for setting, part, place in _places(findings):
+        names = [
+            n for n in map(setting.called, setting.methods) if _flat(findings, setting, part, n)
+        ]
+        if len(names) < 3:
+            continue
+        best = max(names, key=lambda name: findings.mean(setting, part, name))
+        for key, words in measures.items():
+            values = {n: mean_std(_flat(findings, setting, part, n, key))[0] for n in names}
+            flattest = min(values, key=lambda name: values[name])
+            rank = _rank_correlation(
+                [values[n] for n in names], [findings.mean(setting, part, n) for n in names]
+            )
+            sentence = f"{place}: by {words} {flattest} is flattest ({values[flattest]:.3g})"
+            if flattest == best:
+                sentence += ", and it is the best in test accuracy."
+            else:
+                pairs = findings.pairs(Claim(setting.name, part, flattest, best))
+                mean, std = mean_std(pairs)
+                sentence += (
+                    f"; the best is {best} ({values[best]:.3g}), above it by "
+                    f"{_spread(-mean, std, len(pairs))} points."
+                )
+            sentence += (
+                f" Rank correlation with accuracy over {len(names)} methods: {signed(rank)}."
+            )
+            found.append(sentence)
+    return found
+
+
+def _flat(
+    findings: Findings, setting: Setting, part: Part, name: str, key: str = "largest_eigenvalue"
+) -> list[float]:
+    lines = findings.lines(setting, part, name).values()
+    return [line.minima[key] for line in lines if line.minima.get(key) is not None]
+
+
+def _spread(mean: float, std: float, n: int) -> str:
+    """A mean with its own 95 % interval."""
+    if n < 2:
+        return f"{signed(mean)} (n = {n})"
+    wide = half_width(std, n)
+    return f"{signed(mean)} [{signed(mean - wide)}, {signed(mean + wide)}] (n = {n})"
+
+
+def _rank_correlation(first: list[float], second: list[float]) -> float:
+    if len(set(first)) == 1 or len(set(second)) == 1:
+        return 0.0
+    return float(stats.spearmanr(first, second).statistic)

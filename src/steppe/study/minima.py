@@ -1,0 +1,90 @@
+"""What is measured at the minimum a run has found, before its weights are dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from torch import Tensor
+
+from steppe import analysis
+from steppe.lab.results import Result
+from steppe.lab.runs import Record, Run
+from steppe.report.analyses import problem_of
+
+FILE = "minima.json"
+SAMPLES = 512
+RHO = 0.5
+"""The radius of adaptive sharpness, in units of |w| (ASAM's usual one)."""
+GRID = 17
+RADII = tuple(float(f"{0.01 * 3000 ** (i / 11):.3g}") for i in range(12))
+"""From 0.01 to 30, evenly on a logarithmic scale."""
+
+
+def measure(
+    result: Result, landscape: bool = False, radius: bool = False, samples: int = SAMPLES
+) -> None:
+    """Write the curvature, sharpness and weight norm of a finished run into its folder.
+
+    All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them
+    wherever the weights are: those stored by training under noise belong to other weights.
+    """
+    assert result.folder is not None
+    run = Run(result.folder)
+    if (run.folder / FILE).exists():
+        return
+    found: Record = {}
+    if result.status == "finished":
+        problem = problem_of(run, samples, bn="recalibrate")
+        eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
+        rise = analysis.sharpness(problem, RHO, "worst", adaptive=True, progress=False)
+        norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
+        found = {
+            "samples": samples,
+            "bn": "recalibrate",
+            "largest_eigenvalue": rounded(eigs.values[0]),
+            "eigenvalue_residual": rounded(eigs.residuals[0]),
+            "adaptive_sharpness": rounded(rise.value),
+            "sharpness_rho": RHO,
+            "weight_norm": rounded(math.hypot(*norms)),
+        }
+        if landscape:
+            found["landscape"] = _landscape(problem)
+        if radius:
+            found["radius"] = _radius(problem)
+    run.write_json(FILE, found)
+
+
+def read(run: Run) -> Record:
+    """What `measure` has written; nothing where it was not asked to."""
+    file = run.folder / FILE
+    content: Record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return content
+
+
+def _landscape(problem: analysis.Problem) -> Record:
+    made = analysis.landscape(problem, GRID, progress=False)
+    return {"a": rounded(made.a), "loss": rounded(made.loss), "centre": rounded(made.centre)}
+
+
+def _radius(problem: analysis.Problem) -> Record:
+    kinds = ("random", "sam")
+    made = analysis.perturbation_curve(problem, RADII, kinds, 128, directions=8, progress=False)
+    names = ("radii", "loss", "error")
+    return {
+        **{name: rounded(getattr(made, name)) for name in names},
+        "base": rounded(made.base),
+        "kinds": list(made.kinds),
+        "batch": made.batch,
+        "directions": made.directions,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits, as JSON can hold them; what is not finite becomes None."""
+    if isinstance(value, Tensor):
+        return rounded(value.tolist())
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -1,0 +1,159 @@
+"""The page says what the lines say: numbers against made-up evidence, and the committed page."""
+
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from steppe.lab.published import CIFAR, IMAGENET
+from steppe.lab.statistics import half_width, mean_std
+from steppe.study import STUDIES, Evidence, make_plan
+from steppe.study.findings import PAPER_ORDER, Claim, Findings
+from steppe.study.page import compose, write_page
+from tests.study.made_up import accuracy, fill
+from tests.study.tiny import rich
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return fill(rich(minima=True), tmp_path_factory.mktemp("full"), minima=True)
+
+
+@pytest.fixture(scope="module")
+def text(full):
+    return compose(full.folder, (rich(minima=True),))[0]
+
+
+def row(text, table, method):
+    """The cells of a method's row in the table with this title."""
+    part = text.partition(f"**{table}**")[2]
+    line = next(line for line in part.splitlines() if line.startswith(f"| {method} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def entries(full, part, name):
+    plan = make_plan(rich(minima=True), full)
+    return [e for e in plan.entries if e.part == part and e.name == name]
+
+
+DEFAULTS = "MLP, few steps, default strengths, untuned"
+
+
+def test_a_row_has_mean_spread_difference_and_n(full, text):
+    own = [accuracy(e.config) for e in entries(full, "defaults", "SAM")]
+    base = [accuracy(e.config) for e in entries(full, "defaults", "SGD")]
+    mean, std = mean_std(own)
+    cells = row(text, DEFAULTS, "SAM")
+    assert cells[1] == "rho 0.05"
+    assert cells[2] == f"{mean:.2f} ± {std:.2f}"
+    told = statistics.fmean(a - b for a, b in zip(own, base, strict=True))
+    assert cells[3].startswith(f"+{told:.2f} [")
+    assert cells[6] == f"{mean + 1:.2f} ± {std:.2f}"  # BatchNorm recomputed
+    assert cells[-3:] == ["2.00", "2.00", "6"]
+
+
+def test_holm_corrects_over_the_whole_study(full):
+    findings = Findings(rich(minima=True), full)
+    claims = findings.differences
+    # 11 rows against SGD and 6 more questions; of tuned runs 6 rows and 6 questions.
+    assert len(claims) == 11 + 6 + 6 + 6
+    claim = Claim("mlp", "defaults", "m-ARWP", "SAM")
+    values = findings.pairs(claim)
+    mean, std = mean_std(values)
+    found = claims[claim]
+    assert found.low95 == pytest.approx(mean - half_width(std, 6))
+    assert found.low < found.low95
+
+
+def test_tuned_rows_show_strength_and_trials(full, text):
+    title = "MLP, few steps, tuned strengths"
+    cells = row(text, title, "ARWP")
+    assert cells[1] == "ratio 0.3"  # what the made-up validation prefers
+    assert "10" in cells[7]
+    assert row(text, title, "ARWP, batch doubled")[1] == "ratio 0.3"
+    assert row(text, title, "ARWP, batch doubled")[7] == "–"
+    assert row(text, title, "SGD")[1].startswith("weight decay")
+
+
+def test_the_answers(text):
+    assert "The median of ARWP's adaptive factor never fell below 0.990" in text
+    assert "The median of m-ARWP's adaptive factor fell to 0.900." in text
+    assert re.search(r"m-ARWP − ARWP, batch doubled is −0\.4\d .* points \(n = 6\): worse", text)
+    assert re.search(r"m-ARWP − SAM is .* Equivalent within 0.5 points: (yes|not shown)", text)
+    assert "by means SGD < m-RWP < SAM < m-ARWP < " in text
+    assert re.search(r"Against the paper: .*SAM < m-RWP \(−1\.\d\d", text)
+    assert (
+        "That m-RWP is below SAM, likely because the validation split prefers ratio 0.225 to"
+        in text
+    )
+    assert "by the largest Hessian eigenvalue SGD is flattest" in text
+
+
+def test_too_few_seeds_give_no_verdict(tmp_path):
+    fill(rich(seeds=3), tmp_path)
+    text, _ = compose(tmp_path, (rich(seeds=3),))
+    answers = text.partition("## Rich")[2]
+    assert ": too few seeds for a verdict; one below" in answers
+    for word in (": better.", ": worse.", "no difference seen", "Equivalent"):
+        assert word not in answers
+
+
+def test_what_is_missing_is_said(tmp_path):
+    fill(rich(), tmp_path, take=lambda e: e.part == "defaults" and e.config.seed < 2)
+    text, shown = compose(tmp_path, (rich(), STUDIES["cifar10"]))
+    assert "24 of " in text
+    assert "Still missing, in runs: mlp (defaults 48, tuning 60, tuned 42, lengths" in text
+    assert "No runs yet: `steppe study cifar10`." in text
+    assert set(shown) == {"rich-lengths.png"}  # doubled steps are there as controls
+
+
+def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
+    fill(rich(), tmp_path)
+    text, _ = compose(tmp_path, (rich(seeds=5),))
+    assert "lines belong to no run of the study as it is defined now" in text
+
+
+@pytest.mark.slow
+def test_the_figures_are_drawn(full, tmp_path):
+    files = write_page(full.folder, tmp_path, (rich(minima=True),))
+    names = {file.name for file in files}
+    assert names == {
+        "evidence.md",
+        "rich-lengths.png",
+        "rich-mlp-figure2.png",
+        "rich-mlp-figure3.png",
+        "rich-mlp-figure4.png",
+        "rich-mlp-landscapes.png",
+        "rich-mlp-radius.png",
+    }
+    page = (tmp_path / "evidence.md").read_text()
+    for name in names - {"evidence.md"}:
+        assert f"](evidence/{name})" in page
+
+
+def test_the_papers_order_is_that_of_its_numbers():
+    means = {
+        m: statistics.fmean(c.mean for c in CIFAR + IMAGENET if c.method == m) for m in PAPER_ORDER
+    }
+    assert sorted(means, key=means.__getitem__) == list(PAPER_ORDER)
+
+
+def test_the_committed_page_is_what_the_committed_lines_say():
+    text, shown = compose(ROOT / "evidence")
+    assert (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8") == text
+    drawn = {file.name for file in (ROOT / "docs" / "evidence").glob("*.png")}
+    assert drawn == set(shown)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_committed_line_belongs_to_its_study_once(name):
+    evidence = Evidence(ROOT / "evidence", name)
+    known = {entry.run for entry in make_plan(STUDIES[name], evidence).entries}
+    assert set(evidence.lines) <= known
+    whole, cut = evidence._read()
+    assert (len(whole), cut) == (len(evidence.lines), b"")
+    for run, line in evidence.lines.items():
+        assert line.result.config.identity == run

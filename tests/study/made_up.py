@@ -55,13 +55,13 @@ def made_up_line(entry, minima=False):
     found = {}
     if minima and entry.part == "defaults":
         found = {"samples": 512, "largest_eigenvalue": score, "adaptive_sharpness": 1 / score}
-        found |= {"weight_norm": 3.0}
+        found |= {"weight_norm": 3.0, "sharpness_rho": 0.5}
         if config.seed == 0:
             plane = [[1.0 + i * i + j * j for j in range(-2, 3)] for i in range(-2, 3)]
             axis = [-1.0, -0.5, 0.0, 0.5, 1.0]
             found["landscape"] = {"a": axis, "loss": plane, "centre": 1.0}
         if config.seed == 0 and spec.name == "sgd":
-            losses = [[1.0, 1.1, None], [1.0, 2.0, 9.0]]
+            losses = [[1.0, 1.0, 1.2], [1.0, 1.2, 9.0]]
             found["radius"] = {"radii": [0.1, 1.0, 10.0], "loss": losses, "error": losses}
             found["radius"] |= {"base": 1.0, "batch": 128, "directions": 8}
             found["radius"] |= {"kinds": ["random", "sam"]}

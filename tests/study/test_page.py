@@ -90,6 +90,8 @@ def test_the_answers(text):
         in text
     )
     assert "by the largest Hessian eigenvalue SGD is flattest" in text
+    assert "at radius 3.16 in random directions and 0.316 along the gradient of 128" in text
+    assert "10 times as far, 1.0 orders of magnitude." in text
 
 
 def test_too_few_seeds_give_no_verdict(tmp_path):

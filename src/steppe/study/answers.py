@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-
-from scipy import stats
+from collections.abc import Callable
 
 from steppe.lab.sentences import interval_words
-from steppe.lab.statistics import ENOUGH, Difference, equivalent, half_width, mean_std
-from steppe.lab.tables import join_words, signed
+from steppe.lab.statistics import ENOUGH, Difference, equivalent, mean_std
+from steppe.lab.tables import join_words
 from steppe.study.definitions import Setting
 from steppe.study.findings import (
-    JUDGED,
     Claim,
     Findings,
     adaptive,
     matching,
     mixing,
     ordering,
+    places,
 )
+from steppe.study.flatness import flatness_answer, radius_answer
 from steppe.study.plan import Part
-from steppe.study.tables import HOW, strength_words
+from steppe.study.tables import strength_words
 
 MARGIN = 0.5
 """Points of accuracy within which two methods match."""
@@ -41,6 +39,7 @@ def answers(findings: Findings) -> list[str]:
         "Does m-ARWP match SAM?": matching_answer,
         "Is the ordering the paper's?": ordering_answer,
         "Is the flattest model the best?": flatness_answer,
+        "Is the random radius two orders above the adversarial one?": radius_answer,
         "Where did perturbation cost accuracy?": cost_answer,
     }
     found = []
@@ -48,13 +47,6 @@ def answers(findings: Findings) -> list[str]:
         if sentences := answer(findings):
             found += [f"**{question}**", "", *(f"- {sentence}" for sentence in sentences), ""]
     return found
-
-
-def _places(findings: Findings) -> Iterator[tuple[Setting, Part, str]]:
-    """Every setting with either kind of strengths, and how sentences begin about it."""
-    for setting, part in itertools.product(findings.study.settings, JUDGED):
-        if findings.names(setting, part):
-            yield setting, part, f"{setting.title}, {HOW[part]}"
 
 
 def told(claim: Claim, difference: Difference) -> str:
@@ -72,7 +64,7 @@ def told(claim: Claim, difference: Difference) -> str:
 def adaptive_answer(findings: Findings) -> list[str]:
     """ARWP against RWP, m-ARWP against m-RWP, and whether the factor left 1 at all."""
     found = []
-    for setting, part, place in _places(findings):
+    for setting, part, place in places(findings):
         parts = []
         for pair in adaptive(setting):
             claim, difference = findings.difference(setting, part, pair)
@@ -103,7 +95,7 @@ def mixing_answer(findings: Findings) -> list[str]:
 
 def _simple(findings: Findings, pair: Callable[[Setting], tuple[str, str]]) -> list[str]:
     found = []
-    for setting, part, place in _places(findings):
+    for setting, part, place in places(findings):
         claim, difference = findings.difference(setting, part, pair(setting))
         if difference is not None:
             found.append(f"{place}: {told(claim, difference)}")
@@ -113,7 +105,7 @@ def _simple(findings: Findings, pair: Callable[[Setting], tuple[str, str]]) -> l
 def matching_answer(findings: Findings) -> list[str]:
     """Only equivalence within the margin is a match; a missing difference is none."""
     found = []
-    for setting, part, place in _places(findings):
+    for setting, part, place in places(findings):
         claim, difference = findings.difference(setting, part, matching(setting))
         if difference is None:
             continue
@@ -128,7 +120,7 @@ def matching_answer(findings: Findings) -> list[str]:
 def ordering_answer(findings: Findings) -> list[str]:
     """The steps of the paper's ordering, one by one, and the likely cause where one is reversed."""
     found = []
-    for setting, part, place in _places(findings):
+    for setting, part, place in places(findings):
         steps = [findings.difference(setting, part, pair) for pair in ordering(setting)]
         known = [(claim, difference) for claim, difference in steps if difference is not None]
         if not known:
@@ -204,7 +196,7 @@ def _displacement(findings: Findings, setting: Setting, part: Part, name: str) -
 def cost_answer(findings: Findings) -> list[str]:
     """Everything that is worse than plain training, and what collapsed."""
     found = []
-    for setting, part, place in _places(findings):
+    for setting, part, place in places(findings):
         base, *rest = findings.names(setting, part)
         plain = {control.name for control in setting.controls if control.method == "sgd"}
         others = [name for name in rest if name not in plain]
@@ -231,62 +223,3 @@ def cost_answer(findings: Findings) -> list[str]:
         if diverged:
             found.append(f"{place}: diverged: {join_words(diverged)}.")
     return found
-
-
-def flatness_answer(findings: Findings) -> list[str]:
-    """The method with the flattest minima against the one with the best accuracy."""
-    found = []
-    measures = {
-        "largest_eigenvalue": "the largest Hessian eigenvalue",
-        "adaptive_sharpness": "adaptive sharpness",
-        "weight_norm": "the norm of the weights",
-    }
-    for setting, part, place in _places(findings):
-        names = [
-            n for n in map(setting.called, setting.methods) if _flat(findings, setting, part, n)
-        ]
-        if len(names) < 3:
-            continue
-        best = max(names, key=lambda name: findings.mean(setting, part, name))
-        for key, words in measures.items():
-            values = {n: mean_std(_flat(findings, setting, part, n, key))[0] for n in names}
-            flattest = min(values, key=lambda name: values[name])
-            rank = _rank_correlation(
-                [values[n] for n in names], [findings.mean(setting, part, n) for n in names]
-            )
-            sentence = f"{place}: by {words} {flattest} is flattest ({values[flattest]:.3g})"
-            if flattest == best:
-                sentence += ", and it is the best in test accuracy."
-            else:
-                pairs = findings.pairs(Claim(setting.name, part, flattest, best))
-                mean, std = mean_std(pairs)
-                sentence += (
-                    f"; the best is {best} ({values[best]:.3g}), above it by "
-                    f"{_spread(-mean, std, len(pairs))} points."
-                )
-            sentence += (
-                f" Rank correlation with accuracy over {len(names)} methods: {signed(rank)}."
-            )
-            found.append(sentence)
-    return found
-
-
-def _flat(
-    findings: Findings, setting: Setting, part: Part, name: str, key: str = "largest_eigenvalue"
-) -> list[float]:
-    lines = findings.lines(setting, part, name).values()
-    return [line.minima[key] for line in lines if line.minima.get(key) is not None]
-
-
-def _spread(mean: float, std: float, n: int) -> str:
-    """A mean with its own 95 % interval."""
-    if n < 2:
-        return f"{signed(mean)} (n = {n})"
-    wide = half_width(std, n)
-    return f"{signed(mean)} [{signed(mean - wide)}, {signed(mean + wide)}] (n = {n})"
-
-
-def _rank_correlation(first: list[float], second: list[float]) -> float:
-    if len(set(first)) == 1 or len(set(second)) == 1:
-        return 0.0
-    return float(stats.spearmanr(first, second).statistic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from steppe.study.definitions import Control, Setting, Study
 from steppe.study.evidence import Evidence, Line
 from steppe.study.plan import Part, Plan, make_plan
 
+HOW = {"defaults": "default strengths, untuned", "tuned": "tuned strengths"}
 JUDGED: tuple[Part, ...] = ("defaults", "tuned")
 DOUBLED = "ARWP, batch doubled"
 PAPER_ORDER = ("sgd", "rwp", "arwp", "sam", "m-rwp", "m-arwp")
@@ -109,6 +110,13 @@ class Findings:
         lines = self.lines(setting, part, name).values()
         curves = [line.curves["factor"] for line in lines if line.curves.get("factor")]
         return min(map(min, curves)) if curves else None
+
+
+def places(findings: Findings) -> Iterator[tuple[Setting, Part, str]]:
+    """Every setting with either kind of strengths, and how sentences begin about it."""
+    for setting, part in itertools.product(findings.study.settings, JUDGED):
+        if findings.names(setting, part):
+            yield setting, part, f"{setting.title}, {HOW[part]}"
 
 
 def adaptive(setting: Setting) -> list[tuple[str, str]]:

@@ -6,12 +6,13 @@ import itertools
 from collections import Counter
 from pathlib import Path
 
-from steppe.lab.tables import Table, join_words
+from steppe.lab.tables import join_words
 from steppe.report.canvas import save_figure
 from steppe.study.answers import answers
 from steppe.study.definitions import STUDIES, Study
 from steppe.study.evidence import Evidence, Line
 from steppe.study.findings import JUDGED, Findings
+from steppe.study.flatness import minima_table
 from steppe.study.pictures import Picture, pictures
 from steppe.study.plan import PARTS
 from steppe.study.tables import result_table
@@ -90,8 +91,8 @@ def _overview(found: list[Findings]) -> str:
         total = len(runs) + len(plan.waiting)
         state = "complete" if done == total else "nothing yet" if not done else "in part"
         settings = "; ".join(setting.title for setting in findings.study.settings)
-        rows.append((findings.study.name, settings, f"{done} of {total}", state))
-    return Table(("study", "what", "runs", "state"), tuple(rows)).markdown() + "\n"
+        rows.append(f"- `{findings.study.name}`: {done} of {total} runs, {state}. {settings}.")
+    return "\n".join([*rows, ""])
 
 
 def section(findings: Findings) -> str:
@@ -103,9 +104,10 @@ def section(findings: Findings) -> str:
     parts += [_where(lines), "", *_lacks(findings), *(f"{words}\n" for words in study.cut)]
     parts += answers(findings)
     for setting, part in itertools.product(study.settings, JUDGED):
-        table = result_table(findings, setting, part)
-        if table is not None:
-            parts += [table.markdown(), ""]
+        for made in (result_table, minima_table):
+            table = made(findings, setting, part)
+            if table is not None:
+                parts += [table.markdown(), ""]
     return "\n".join(parts)
 
 

@@ -11,13 +11,8 @@ from steppe.lab.specs import parse
 from steppe.lab.statistics import mean_std
 from steppe.lab.tables import Table
 from steppe.study.definitions import Setting
-from steppe.study.findings import Claim, Findings
+from steppe.study.findings import HOW, Claim, Findings
 from steppe.study.plan import Part
-
-HOW = {
-    "defaults": "default strengths, untuned",
-    "tuned": "tuned strengths",
-}
 
 
 def result_table(findings: Findings, setting: Setting, part: Part) -> Table | None:

@@ -1,0 +1,84 @@
+"""`steppe study` on the command line."""
+
+import pytest
+
+from steppe import cli
+from steppe.study import STUDIES, Evidence, make_plan
+from tests.study.tiny import rich
+
+
+def steppe(*words):
+    return cli.run(["study", *map(str, words)])
+
+
+def test_an_unknown_study_is_named_with_the_nearest(capsys, tmp_path):
+    assert steppe("digit", "--evidence", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "digit" in said
+    assert "digits" in said
+    assert "Traceback" not in said
+
+
+def test_an_unknown_setting_is_an_error(capsys, tmp_path):
+    assert steppe("digits", "--setting", "mlp", "--evidence", tmp_path) == 2
+    assert "mlp-noisy" in capsys.readouterr().err
+
+
+def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPPE_DATA", str(tmp_path / "nowhere"))
+    assert steppe("cifar10", "--evidence", tmp_path / "e", "--store", tmp_path / "s") == 2
+    said = capsys.readouterr().err
+    assert "cifar10" in said
+    assert "fetch" in said or "nowhere" in said
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_list_says_what_is_done_and_missing(capsys, tmp_path):
+    assert steppe("--evidence", tmp_path, "--jobs", "2") == 0
+    said = capsys.readouterr().out
+    for name in STUDIES:
+        assert name in said
+    assert "0 of 260" in said
+    assert "Time left on 2 cores" in said
+
+
+def test_the_page_shows_all_studies(capsys, tmp_path):
+    assert steppe("digits", "--page", "--evidence", tmp_path) == 2
+    assert "without a name" in capsys.readouterr().err
+    assert steppe("--page", "--evidence", tmp_path / "none", "--docs", tmp_path / "docs") == 0
+    page = (tmp_path / "docs" / "evidence.md").read_text()
+    for study in STUDIES.values():
+        assert f"## {study.title}" in page
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_definition_is_what_the_issue_asks(name, tmp_path):
+    study = STUDIES[name]
+    plan = make_plan(study, Evidence(tmp_path, name))
+    for setting in study.settings:
+        config = setting.config
+        assert (config.threads, config.device) == (1, "cpu")
+        assert config.recompute_norm
+        entries = plan.of(setting, "defaults")
+        assert len(entries) == setting.seeds * (len(setting.methods) + len(setting.controls))
+        doubled = [e.config for e in entries if e.name == "SGD, batch doubled"]
+        assert all((c.batch, c.steps) == (2 * config.batch, config.steps) for c in doubled)
+        assert len({entry.label for entry in plan.entries}) == len(plan.entries)
+    if name == "fashion":
+        assert not any(e.part in ("tuning", "tuned") for e in (*plan.entries, *plan.waiting))
+
+
+def test_a_models_own_default_strength_is_written_out(tmp_path):
+    plan = make_plan(STUDIES["fashion"], Evidence(tmp_path, "fashion"))
+    conv, vit = STUDIES["fashion"].settings
+    assert "arwp:ratio=0.6" in {e.config.method for e in plan.of(conv, "defaults")}
+    assert "arwp:ratio=0.05" in {e.config.method for e in plan.of(vit, "defaults")}
+
+
+def test_the_time_of_an_entry_goes_by_passes_steps_and_batch(tmp_path):
+    study = rich()
+    (setting,) = study.settings
+    entries = {e.name: e.seconds for e in make_plan(study, Evidence(tmp_path, "rich")).entries}
+    assert entries["SAM"] == pytest.approx(2 * setting.seconds)
+    assert entries["SGD, steps doubled"] == pytest.approx(2 * setting.seconds)
+    assert entries["ARWP, 0.25 times the steps"] == pytest.approx(0.25 * setting.seconds)

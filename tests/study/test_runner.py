@@ -13,7 +13,9 @@ import pytest
 
 from steppe.lab.errors import LabError
 from steppe.lab.jobs import Stopped
+from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
+from steppe.lab.training import run_config
 from steppe.study import Evidence, make_plan, run_study
 from steppe.study.runner import Limits
 from tests.study.tiny import tiny
@@ -217,3 +219,21 @@ def test_minima_are_measured_before_the_weights_go(tmp_path):
     assert sgd["radius"]["kinds"] == ["random", "sam"]
     assert control["adaptive_sharpness"] > 0
     assert "landscape" not in control
+
+
+def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_path, monkeypatch):
+    study = tiny(minima=True)
+    first = make_plan(study, evidence(tmp_path)).entries[1]
+    kept = run_config(first.config, Sources(), tmp_path / "runs", lambda event: None)
+    monkeypatch.setattr("steppe.lab.training.Course", None)  # what trains
+    limits = Limits(parts=("defaults",), seeds=1)
+    assert not (kept.folder / "minima.json").exists()
+    monkeypatch.setattr("steppe.study.runner._next", lambda missing: only(missing, first))
+    run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
+    (line,) = evidence(tmp_path).lines.values()
+    assert line.run == first.run
+    assert line.minima["largest_eigenvalue"] > 0
+
+
+def only(missing, wanted):
+    return [entry for entry in missing if entry.run == wanted.run]

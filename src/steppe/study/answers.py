@@ -207,7 +207,9 @@ def cost_answer(findings: Findings) -> list[str]:
                 continue
             judged += difference.n >= ENOUGH
             if difference.verdict == "worse":
-                lost.append(f"{name} ({interval_words(difference, 2)})")
+                failed = findings.mean(setting, part, name) < findings.mean(setting, part, base) / 2
+                words = ", it did not train" if failed else ""
+                lost.append(f"{name} ({interval_words(difference, 2)}{words})")
         if lost:
             found.append(f"{place}: worse than {base}: {join_words(lost)}.")
         elif judged:

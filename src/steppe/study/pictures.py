@@ -13,6 +13,7 @@ import torch
 from steppe.analysis import Landscape, RadiusCurve
 from steppe.lab.runs import Record
 from steppe.lab.statistics import half_width, mean_std
+from steppe.lab.tables import join_words
 from steppe.report.canvas import line_style, panels
 from steppe.report.figures import landscape_figure, radius_figure
 from steppe.report.studies import (
@@ -25,10 +26,12 @@ from steppe.report.studies import (
 from steppe.study.definitions import LENGTHS, Setting
 from steppe.study.evidence import Line
 from steppe.study.findings import Claim, Findings
+from steppe.study.plan import Part, at_length
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLLAPSE = 20.0
 SHOWN = (0.6, 1.2)
 """Figure 2 shows RWP and m-RWP at these strengths."""
 
@@ -48,7 +51,8 @@ def pictures(findings: Findings) -> dict[str, Picture]:
     if lengths:
         drawn["lengths"] = Picture(
             "Gain over SGD trained for as many steps, against the length of training (1 is the "
-            "usual one), default strengths. Bars: 95 % t-intervals over paired seeds, uncorrected.",
+            "usual one), default strengths. Bars: 95 % t-intervals over paired seeds, uncorrected."
+            f"{_left_out(findings, lengths)}",
             partial(_length_figure, findings, lengths),
         )
     for setting in findings.study.settings:
@@ -84,7 +88,7 @@ def _sweep_figures(findings: Findings, setting: Setting) -> dict[str, Picture]:
         drawn[f"{setting.name}-figure3"] = Picture(
             f"Figure 3: RWP and m-RWP over six strengths ({setting.title}), n = {n} seeds or more a "
             "point: the gap from training to test accuracy against the final training loss at the "
-            "true weights, and test accuracy.",
+            f"true weights, and test accuracy.{_noise_words(setting)}",
             partial(generalisation_figure, by_name),
         )
     studies = {}
@@ -104,6 +108,12 @@ def _sweep_figures(findings: Findings, setting: Setting) -> dict[str, Picture]:
             partial(sensitivity_figure, studies),
         )
     return drawn
+
+
+def _noise_words(setting: Setting) -> str:
+    if not setting.config.label_noise:
+        return ""
+    return " Training accuracy is on labels of which some are wrong, hence gaps below zero."
 
 
 def _points(findings: Findings, setting: Setting, title: str) -> list[list[Line]]:
@@ -134,11 +144,9 @@ def _gains(findings: Findings, setting: Setting) -> dict[str, list[tuple[float, 
     found: dict[str, list[tuple[float, float, float]]] = {}
     for name in methods:
         for length in sorted((1.0, *LENGTHS)):
-            rows = (name, base)
-            part = "defaults" if length == 1 else "lengths"
-            if length != 1:
-                rows = tuple(f"{row}, {length:g} times the steps" for row in rows)  # type: ignore[assignment]
-            values = findings.pairs(Claim(setting.name, part, *rows))  # type: ignore[arg-type]
+            part: Part = "defaults" if length == 1 else "lengths"
+            rows = at_length(name, length), at_length(base, length)
+            values = findings.pairs(Claim(setting.name, part, *rows))
             if len(values) > 1:
                 mean, std = mean_std(values)
                 point = (length, mean, half_width(std, len(values)))
@@ -146,10 +154,29 @@ def _gains(findings: Findings, setting: Setting) -> dict[str, list[tuple[float, 
     return {name: points for name, points in found.items() if len(points) > 1}
 
 
+def _collapsed(points: list[tuple[float, float, float]]) -> bool:
+    """Whether a method did not train at some length: it would flatten all other lines."""
+    return min(mean for _, mean, _ in points) < -COLLAPSE
+
+
+def _left_out(findings: Findings, settings: list[Setting]) -> str:
+    names = [
+        f"{name} ({setting.title})"
+        for setting in settings
+        for name, points in _gains(findings, setting).items()
+        if _collapsed(points)
+    ]
+    why = f"more than {COLLAPSE:g} points below SGD at some length"
+    return f" Not shown, since {why}: {join_words(names)}." if names else ""
+
+
 def _length_figure(findings: Findings, settings: list[Setting]) -> Figure:
     figure, axes = panels(len(settings), width=4.2, columns=2)
     for axis, setting in zip(axes, settings, strict=True):
-        for i, (name, points) in enumerate(_gains(findings, setting).items()):
+        gains = _gains(findings, setting)
+        for i, (name, points) in enumerate(gains.items()):
+            if _collapsed(points):
+                continue
             style: dict[str, Any] = {**line_style(i), "marker": MARKS[i % len(MARKS)]}
             shift = 2 ** (0.04 * (i - 2))
             lengths, means, widths = zip(*points, strict=True)
@@ -159,6 +186,7 @@ def _length_figure(findings: Findings, settings: list[Setting]) -> Figure:
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted((1.0, *LENGTHS)), ["¼", "½", "1", "2"])
+        axis.set_xlim(0.21, 2.4)
         axis.set_xlabel("length of training")
         axis.set_ylabel("points gained over SGD")
         n = len(findings.lines(setting, "defaults", setting.called("sgd")))

@@ -184,12 +184,17 @@ def _tuned(setting: Setting, specs: dict[str, Spec]) -> Iterator[Entry]:
             yield Entry(setting, "tuned", control.name, controlled(control, bare, changed))
 
 
+def at_length(name: str, length: float) -> str:
+    """What a method is called when it is trained for so many times the usual steps."""
+    return name if length == 1 else f"{name}, {length:g} times the steps"
+
+
 def _lengths(setting: Setting) -> Iterator[Entry]:
     steps = setting.config.steps or 1
     for seed, length in itertools.product(range(setting.seeds), LENGTHS):
         config = setting.config.replace(seed=seed, steps=round(steps * length))
         for method in setting.lengths:
-            name = f"{setting.called(method)}, {length:g} times the steps"
+            name = at_length(setting.called(method), length)
             yield Entry(setting, "lengths", name, pinned(setting, method).apply(config))
 
 

@@ -94,6 +94,14 @@ def test_the_answers(text):
     assert "10 times as far, 1.0 orders of magnitude." in text
 
 
+def test_a_minimum_that_could_not_be_measured_is_told(full, tmp_path):
+    study = rich(minima=True)
+    text = full.file.read_text().replace('"largest_eigenvalue"', '"failed":"no number","was"', 1)
+    (tmp_path / "rich.jsonl").write_text(text)
+    page, _ = compose(tmp_path, (study,))
+    assert "1 models could not be measured; the first: SGD: no number" in page
+
+
 def test_too_few_seeds_give_no_verdict(tmp_path):
     fill(rich(seeds=3), tmp_path)
     text, _ = compose(tmp_path, (rich(seeds=3),))

@@ -237,3 +237,16 @@ def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_p
 
 def only(missing, wanted):
     return [entry for entry in missing if entry.run == wanted.run]
+
+
+def test_a_model_that_cannot_be_measured_does_not_end_the_study(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("the loss is not finite\nat all")
+
+    monkeypatch.setattr("steppe.analysis.top_eigs", broken)
+    limits = Limits(parts=("defaults",), seeds=1)
+    study = tiny(minima=True)
+    run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
+    lines = evidence(tmp_path).lines.values()
+    assert len(lines) == 6
+    assert all(line.minima == {"failed": "the loss is not finite"} for line in lines)

@@ -32,12 +32,22 @@ def minima_table(findings: Findings, setting: Setting, part: Part) -> Table | No
         rows.append((name, *cells, str(len(_values(findings, setting, part, name)))))
     if not rows:
         return None
+    failed = [
+        f"{name}: {line.minima['failed']}"
+        for name in findings.names(setting, part)
+        for line in findings.lines(setting, part, name).values()
+        if "failed" in line.minima
+    ]
+    notes = _how(findings)
+    if failed:
+        notes += (f"{len(failed)} models could not be measured; the first: {failed[0]}",)
     header = ("method", "largest eigenvalue", "adaptive sharpness", "‖w‖", "n")
-    return Table(header, tuple(rows), f"Minima: {setting.title}, {HOW[part]}", _how(findings))
+    return Table(header, tuple(rows), f"Minima: {setting.title}, {HOW[part]}", notes)
 
 
 def _how(findings: Findings) -> tuple[str, ...]:
-    measured = next(line.minima for line in findings.evidence.lines.values() if line.minima)
+    lines = findings.evidence.lines.values()
+    measured = next(line.minima for line in lines if "samples" in line.minima)
     return (
         f"On {measured['samples']} un-augmented training images, the same for all; BatchNorm "
         "statistics recomputed on them wherever the weights are. Adaptive sharpness: the largest "

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steppe import analysis
@@ -27,7 +30,7 @@ def measure(
 ) -> None:
     """Write the curvature, sharpness and weight norm of a finished run into its folder.
 
-    All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them
+    Where that fails, the reason is written, which the page then tells. All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them
     wherever the weights are: those stored by training under noise belong to other weights.
     """
     assert result.folder is not None
@@ -37,23 +40,43 @@ def measure(
     found: Record = {}
     if result.status == "finished":
         problem = problem_of(run, samples, bn="recalibrate")
-        eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
-        rise = analysis.sharpness(problem, RHO, "worst", adaptive=True, progress=False)
-        norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
-        found = {
-            "samples": samples,
-            "bn": "recalibrate",
-            "largest_eigenvalue": rounded(eigs.values[0]),
-            "eigenvalue_residual": rounded(eigs.residuals[0]),
-            "adaptive_sharpness": rounded(rise.value),
-            "sharpness_rho": RHO,
-            "weight_norm": rounded(math.hypot(*norms)),
-        }
-        if landscape:
-            found["landscape"] = _landscape(problem)
-        if radius:
-            found["radius"] = _radius(problem)
+        try:
+            with _threads(result.config.threads):
+                found = _measured(problem, landscape, radius)
+        except (ValueError, RuntimeError) as error:  # one broken model must not end a study
+            found = {"failed": str(error).partition("\n")[0]}
     run.write_json(FILE, found)
+
+
+def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Record:
+    eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
+    rise = analysis.sharpness(problem, RHO, "worst", adaptive=True, progress=False)
+    norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
+    found = {
+        "samples": problem.samples,
+        "bn": "recalibrate",
+        "largest_eigenvalue": rounded(eigs.values[0]),
+        "eigenvalue_residual": rounded(eigs.residuals[0]),
+        "adaptive_sharpness": rounded(rise.value),
+        "sharpness_rho": RHO,
+        "weight_norm": rounded(math.hypot(*norms)),
+    }
+    if landscape:
+        found["landscape"] = _landscape(problem)
+    if radius:
+        found["radius"] = _radius(problem)
+    return found
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """As many threads as the training had: other runs want the other cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def read(run: Run) -> Record:

@@ -199,7 +199,7 @@ def _minima_figures(findings: Findings, setting: Setting) -> dict[str, Picture]:
     found: dict[str, Record] = {}
     for name in map(setting.called, setting.methods):
         line = findings.lines(setting, "defaults", name).get(0)
-        if line is not None and line.minima:
+        if line is not None and "samples" in line.minima:
             found[name] = line.minima
     drawn = {}
     about = "on {samples} un-augmented training images, BatchNorm statistics recomputed"

@@ -171,11 +171,15 @@ def compare(
         data=None if data is None or isinstance(data, str) else data,
         task=task if isinstance(task, Task) else None,
     )
+
+    def run(work: Sequence[Job], title: str) -> list[Result]:
+        return run_all(work, sources, store, processes=jobs, progress=progress, title=title)
+
     specs = _baseline_first([parse(m) if isinstance(m, str) else m for m in methods])
     chosen = [Choice(spec) for spec in specs]
     if tune:
         how = tune if isinstance(tune, Tune) else Tune()
-        chosen = tune_all(specs, config, how, sources, store, processes=jobs, progress=progress)
+        chosen = tune_all(specs, config, how, run, sources)
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise LabError("a comparison needs at least one seed.")
@@ -184,7 +188,7 @@ def compare(
         for seed in numbers
         for choice in chosen
     ]
-    results = run_all(work, sources, store, processes=jobs, progress=progress, title="comparison")
+    results = run(work, "comparison")
     rows = [
         Row(
             spec=str(choice.spec),

@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,21 @@ class Job:
 
     label: str
     config: Config
+    then: Callable[[Result], None] | None = None
+    """What the training process does with the finished run, as a function of a module."""
 
     @property
     def weight(self) -> float:
         """Its share of the work: passes per step."""
-        return float(len(parse(self.config.method).build(1).passes))
+        return float(passes(self.config))
+
+
+def passes(config: Config) -> int:
+    """Forward and backward passes per optimizer step."""
+    return len(parse(config.method).build(1).passes)
+
+
+Keep = Callable[[Job, Result], None]
 
 
 class Stopped(KeyboardInterrupt):
@@ -50,10 +61,13 @@ def run_all(
     processes: int = 1,
     progress: bool | None = None,
     title: str = "all runs",
+    show: Display | None = None,
+    keep: Keep | None = None,
 ) -> list[Result]:
     """The results of all jobs, in order; `processes` of them at a time.
 
-    Under torchrun one after the other, each on all ranks.
+    Under torchrun one after the other, each on all ranks. `show` is a display that is open already;
+    `keep` is told of every result as it comes, in this process, also before a stop.
     """
     if processes > 1 and world().several:
         raise LabError("under torchrun every run takes all ranks: runs side by side need jobs=1.")
@@ -62,29 +76,48 @@ def run_all(
     for index, job in enumerate(jobs):
         job = dataclasses.replace(job, config=settled(job.config, sources))
         result = find_result(job.config, store) if store is not None else None
-        if result is None:
+        if result is None or job.then is not None:
             open_jobs[index] = job
         else:
             results[index] = result
+            if keep is not None:
+                keep(job, result)
     processes = min(processes, len(open_jobs))
-    with display(progress, {j.label: j.weight for j in open_jobs.values()}, title) as show:
+    with ExitStack() as stack:
+        if show is None:
+            weights = {job.label: job.weight for job in open_jobs.values()}
+            show = stack.enter_context(display(progress, weights, title))
         if processes > 1:
-            results |= _side_by_side(open_jobs, sources, store, processes, show)
+            results |= _side_by_side(open_jobs, sources, store, processes, show, keep)
         else:
-            results |= _one_by_one(open_jobs, sources, store, show)
+            results |= _one_by_one(open_jobs, sources, store, show, keep)
     return [results[index] for index in range(len(jobs))]
 
 
 def _one_by_one(
-    jobs: dict[int, Job], sources: Sources, store: str | Path | None, show: Display
+    jobs: dict[int, Job],
+    sources: Sources,
+    store: str | Path | None,
+    show: Display,
+    keep: Keep | None,
 ) -> dict[int, Result]:
     results = {}
     for index, job in jobs.items():
         try:
-            results[index] = run_config(job.config, sources, store, _named(show, job.label))
+            results[index] = _done(job, sources, store, show)
         except Interrupted:
             raise Stopped(f"{len(results)} of {len(jobs)} runs finished") from None
+        if keep is not None:
+            keep(job, results[index])
     return results
+
+
+def _done(job: Job, sources: Sources, store: str | Path | None, listener: Listener) -> Result:
+    """A job's run and what comes after it."""
+    result = run_config(job.config, sources, store, _named(listener, job.label))
+    if job.then is not None:
+        job.then(result)
+    return result
 
 
 def _side_by_side(
@@ -93,6 +126,7 @@ def _side_by_side(
     store: str | Path | None,
     processes: int,
     show: Display,
+    keep: Keep | None,
 ) -> dict[int, Result]:
     _check_picklable(sources)
     context = multiprocessing.get_context("spawn")
@@ -107,9 +141,12 @@ def _side_by_side(
                 futures[pool.submit(_work, job, sources, store)] = index
             left = set(futures)
             while left:
-                _, left = wait(left, timeout=0.1, return_when=FIRST_COMPLETED)
+                done, left = wait(left, timeout=0.1, return_when=FIRST_COMPLETED)
                 while not events.empty():
                     show(events.get())
+                for future in done:
+                    if keep is not None and not future.cancelled() and not future.exception():
+                        keep(jobs[futures[future]], future.result())
                 if signal.asked:
                     stop.set()
                     left -= {future for future in left if future.cancel()}
@@ -164,7 +201,7 @@ def _die_with_parent() -> None:
 
 
 def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
-    return run_config(job.config, sources, store, _named(_events.put, job.label))
+    return _done(job, sources, store, _events.put)
 
 
 def _named(listener: Listener, label: str) -> Listener:

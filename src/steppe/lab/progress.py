@@ -63,12 +63,40 @@ class Silent(AbstractContextManager["Silent"]):
         return
 
 
+class Left:
+    """How long several runs will still take, by their shares of the work."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights, self.all, self.done = weights, sum(weights.values()), 0.0
+        self.began = time.monotonic()
+
+    def words(self, finished: str) -> str:
+        """`1 h 5 min left`, now that this run is finished; nothing at the end."""
+        self.done += self.weights.get(finished, 0.0)
+        part = self.done / self.all if self.all else 1.0
+        seconds = (time.monotonic() - self.began) * (1 - part) / part if part else 0.0
+        return f"({duration(seconds)} left)" if seconds >= 1 else ""
+
+
+def duration(seconds: float) -> str:
+    """A time in two units at most.
+
+    >>> duration(12.4), duration(190), duration(3900), duration(200_000)
+    ('12 s', '3 min', '1 h 5 min', '55 h 33 min')
+    """
+    minutes = int(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class Lines(AbstractContextManager["Lines"]):
     """Log lines: for one run every few seconds, for several one at the end of each."""
 
-    def __init__(self, runs: int = 1, seconds: float = 5.0) -> None:
-        self.runs, self.seconds = runs, seconds
+    def __init__(self, weights: Mapping[str, float], seconds: float = 5.0) -> None:
+        self.runs, self.seconds = max(1, len(weights)), seconds
         self.finished = 0
+        self.left = Left(weights)
         self._last = -seconds
 
     def __call__(self, event: Event) -> None:
@@ -76,7 +104,8 @@ class Lines(AbstractContextManager["Lines"]):
         if event.done:
             self.finished += 1
             count = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
-            logger.info("%s%s: %s  %s", count, event.run, event.done, event.words())
+            words = "  ".join(filter(None, [event.words(), self.left.words(event.run)]))
+            logger.info("%s%s: %s  %s", count, event.run, event.done, words)
         elif self.runs == 1 and event.metrics and now - self._last >= self.seconds:
             self._last = now
             logger.info("%s: step %d/%d  %s", event.run, event.step, event.steps, event.words())
@@ -154,4 +183,4 @@ def display(
     notebook = "ipykernel" in sys.modules
     if notebook or sys.stderr.isatty():
         return Bars(weights, title)
-    return Lines(max(1, len(weights)))
+    return Lines(weights)

@@ -156,14 +156,15 @@ def locked(run: Run) -> Iterator[None]:
     file = run.folder / ".lock"
     try:
         with file.open("w") as stream:
-            _lock(stream, run)
+            lock(stream, f"the run {run.folder}")
             yield
     finally:
         if run.folder.exists() and set(run.folder.iterdir()) <= {file}:
             shutil.rmtree(run.folder)
 
 
-def _lock(stream: IO[str], run: Run) -> None:
+def lock(stream: IO[Any], what: str) -> None:
+    """Hold an open file for this process alone, until it is closed."""
     try:
         import fcntl
     except ImportError:  # Windows has no such lock
@@ -171,7 +172,7 @@ def _lock(stream: IO[str], run: Run) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LabError(f"another process is working on the run {run.folder}.") from None
+        raise LabError(f"another process is working on {what}.") from None
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from steppe.lab.config import Config
-from steppe.lab.jobs import Job, run_all
+from steppe.lab.jobs import Job
 from steppe.lab.problems import Sources, load_problem
 from steppe.lab.results import Result
 from steppe.lab.specs import Spec
+
+Run = Callable[[Sequence[Job], str], list[Result]]
+"""From trials and a title for them to their results, in order."""
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FIRST_SEED = 10_000
@@ -56,21 +58,16 @@ class Choice:
 
 
 def tune_all(
-    specs: Sequence[Spec],
-    config: Config,
-    how: Tune,
-    sources: Sources,
-    store: str | Path | None,
-    *,
-    processes: int = 1,
-    progress: bool | None = None,
+    specs: Sequence[Spec], config: Config, how: Tune, run: Run, sources: Sources | None = None
 ) -> list[Choice]:
-    """The choice for each spec; test data plays no part."""
+    """The choice for each spec; test data plays no part. `run` gives the results of trials."""
     config = config.replace(
         validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
     )
-    with torch.random.fork_rng(devices=[]):
-        model = load_problem(config, sources).model
+    model = None
+    if any(spec.strength is None and spec.strength_for(None) for spec in specs):
+        with torch.random.fork_rng(devices=[]):
+            model = load_problem(config, sources or Sources()).model
     knobs = [_knob(spec, spec.strength_for(model), config, how) for spec in specs]
     grids: list[tuple[float, ...]] = [
         () if knob is None else tuple(_round(knob[1] * factor) for factor in how.factors)
@@ -86,8 +83,7 @@ def tune_all(
                     trial = _with_knob(spec, knob[0], value).apply(config.replace(seed=seed))
                     jobs.append(Job(f"{spec.name} {knob[0]} {value:g} seed {seed}", trial))
                     places.append((i, value))
-        title = "tuning" if round_number == 0 else "tuning, edges"
-        results = run_all(jobs, sources, store, processes=processes, progress=progress, title=title)
+        results = run(jobs, "tuning" if round_number == 0 else "tuning, edges")
         for i, value in dict.fromkeys(places):
             runs = [r for place, r in zip(places, results, strict=True) if place == (i, value)]
             scores[i][value] = _score(runs)

@@ -78,10 +78,10 @@ class Bench:
 
         return step
 
-    def ours(self, method: steppe.Method) -> Step:
+    def ours(self, method: steppe.Method, compiled: bool = False) -> Step:
         model = self.model()
         optimizer = self.sgd(model)
-        perturber = steppe.attach(model, optimizer, method)
+        perturber = steppe.attach(model, optimizer, method, compile_noise=compiled)
         batches = [()] * method.batches_needed
 
         def step() -> None:
@@ -119,11 +119,11 @@ class Bench:
 
         return step
 
-    def added_by(self, method: steppe.Method) -> Step:
+    def added_by(self, method: steppe.Method, compiled: bool = False) -> Step:
         """Only what a one-pass method adds to a step, on gradients that are already there."""
         model = self.model()
         optimizer = self.sgd(model)
-        perturber = steppe.attach(model, optimizer, method)
+        perturber = steppe.attach(model, optimizer, method, compile_noise=compiled)
         self.loss(model).backward()
         engine = perturber._engine
 
@@ -149,11 +149,11 @@ class Bench:
 
 def in_turns(contenders: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
+    for turn in range(rounds + 2):
         for name, step in contenders.items():
             begin = time.perf_counter()
             step()
-            if turn:  # the first turn warms up
+            if turn > 1:  # the first turns warm up and compile
                 times[name].append(1e3 * (time.perf_counter() - begin))
     return times
 
@@ -163,10 +163,12 @@ def run(net: str, rounds: int, quick: bool) -> dict[str, object]:
     steps = {"SGD": bench.plain(), "ARWP, released form": bench.released()}
     steps["SAM of pytorch-optimizer"] = bench.peer_sam()
     steps |= {name: bench.ours(method) for name, method in METHODS.items()}
+    steps["ARWP, compiled"] = bench.ours(METHODS["ARWP"], compiled=True)
     whole = {name: measure.summary(v) for name, v in in_turns(steps, rounds).items()}
     del steps
     parts = {"ARWP, released form": bench.added_by_released()}
     parts |= {name: bench.added_by(METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
+    parts |= {f"{name}, compiled": bench.added_by(METHODS[name], True) for name in ("RWP", "ARWP")}
     added = {name: measure.summary(v) for name, v in in_turns(parts, 3 * rounds).items()}
     show(bench, whole, added, rounds)
     return {"batch": bench.batch, "width": bench.width, "steps": whole, "added": added}

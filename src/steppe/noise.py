@@ -66,6 +66,13 @@ class Draw:
 
         return seed_of
 
+    def key(self, number: int) -> list[int]:
+        """Four 32-bit numbers (as int32) that key a hash, for one of several uses in a step."""
+        place = (self.replica << 44) + (self.stream << 32) + number
+        first = _mix64(_mix64(_mix64(self.seed & _MASK64) ^ (self.step & _MASK64)) ^ place)
+        halves = [h >> shift & _MASK32 for h in (first, _mix64(first)) for shift in (0, 32)]
+        return [half - (half >> 31 << 32) for half in halves]
+
 
 def _mix64(z: int) -> int:
     """SplitMix64: neighbouring seeds and steps give unrelated keys."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,9 +92,10 @@ class Rows:
 
     def __init__(self, slot: Slot, std: Tensor, sign: float, extra: Tensor | None = None) -> None:
         values, full = slot.values, slot.param.shape
+        strides = values.stride()
         inner = list(range(1, len(full)))
         if len(full) > 2 and not values.is_contiguous():
-            inner.sort(key=lambda d: -values.stride(d))
+            inner.sort(key=lambda d: -strides[d])
         self._order = [*inner] if not full else [0, *inner]
         self._offset = slot.offset if is_sharded(slot.param) else None
         self._row = [full[d] for d in inner]
@@ -128,7 +130,7 @@ class Rows:
 
 def _one_stretch(values: Tensor, dims: list[int]) -> bool:
     """Whether these dimensions, in this order, can be seen as one without copying."""
-    pairs = zip(dims, dims[1:], strict=False)
+    pairs = pairwise(dims)
     return len(dims) > 1 and all(
         values.stride(a) == values.stride(b) * values.shape[b] for a, b in pairs
     )

@@ -29,8 +29,10 @@ class Weights:
         self,
         named: Iterable[tuple[str, nn.Parameter, dict[str, Any]]],
         shards: Shards | None = None,
+        compile_noise: bool = False,
     ) -> None:
         self.shards = shards or Shards()
+        self.compiles = compile_noise
         self.slots: list[Slot] = []
         filters = blocks = 0
         for name, param, group in named:
@@ -158,6 +160,11 @@ class Weights:
         If given, `factor(part)` multiplies it element by element, for parts of the tensors `of`, one
         like each of `slots`.
         """
+        if self.compiles and factor is None:
+            from steppe.hashed import add_noise  # here, for torch.compile is slow to import
+
+            add_noise(self.moved, std, draw)
+            return
         seed_of = draw.block_seeds(self.blocks)
         extra = dict(zip(self.slots, of, strict=True)) if factor else {}
         rows = {

@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test lint types unit wheel clean
+.PHONY: help install demo test lint types unit bench wheel clean
 
 help:  ## what this file can do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,8 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, look at their mini
 demo-%: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)
 
+BENCHMARKS := step scaling memory parallel imports data analysis
+
 test: lint types unit  ## lint, types and tests
 
 lint: $(STAMP)
@@ -46,6 +48,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write docs/performance.md
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/page.py
 
 wheel: $(STAMP)  ## build the wheel and the source package into dist/
 	$(BIN)/python -m build

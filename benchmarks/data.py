@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import measure
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +29,7 @@ from steppe.lab import data, models
 
 BATCH = 128
 AUGMENT = ("flip", "crop", "cutout")
+REPEATS = {"whole batch": 20, "per sample": 3, "whole batch, RandAugment": 3}
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -86,21 +83,6 @@ def training_step(width: float) -> Callable[[], None]:
     return step
 
 
-def in_turns(
-    contenders: dict[str, tuple[Callable[[], object], int]], rounds: int
-) -> dict[str, list[float]]:
-    """Milliseconds per call of each contender, `rounds` values each, measured alternately."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, (call, repeats) in contenders.items():
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            if turn:  # the first turn warms up
-                times[name].append((time.perf_counter() - begin) * 1e3 / repeats)
-    return times
-
-
 def training_split(root: Path | None) -> tuple[data.MemorySplit, str]:
     pipeline = data.Pipeline(mean=MEAN, std=STD)
     try:
@@ -128,22 +110,22 @@ def main() -> None:
     split, source = training_split(options.root)
     ours, usual = whole_batches(split), per_sample_batches(split)
     vit = whole_batches(split.augmented(("randaugment", "crop", "flip")))
-    contenders: dict[str, tuple[Callable[[], object], int]] = {
-        "whole batch": (lambda: next(ours), 20),
-        "per sample": (lambda: next(usual), 1 if options.quick else 3),
-        "whole batch, RandAugment": (lambda: next(vit), 3),
-        "ResNet-18 step, width 16": (training_step(0.25), 1 if options.quick else 3),
+    contenders: dict[str, Callable[[], object]] = {
+        "whole batch": lambda: next(ours),
+        "per sample": lambda: next(usual),
+        "whole batch, RandAugment": lambda: next(vit),
+        "ResNet-18 step, width 16": training_step(0.25),
     }
     if not options.quick:
-        contenders["ResNet-18 step, width 64"] = (training_step(1.0), 1)
-    times = in_turns(contenders, rounds=3 if options.quick else 9)
-    median = {name: statistics.median(values) for name, values in times.items()}
+        contenders["ResNet-18 step, width 64"] = training_step(1.0)
+    repeats = {} if options.quick else REPEATS
+    crowded = measure.busy()
+    times = measure.in_turns(contenders, 1 if options.quick else 9, repeats)
+    milliseconds = {name: measure.summary(v) for name, v in times.items()}
+    median = {name: s["median"] for name, s in milliseconds.items()}
     result = {
         "what": f"batches of {BATCH}, {', '.join(AUGMENT)}, {source}",
-        "milliseconds": {
-            name: {"median": median[name], "min": min(v), "max": max(v), "n": len(v)}
-            for name, v in times.items()
-        },
+        "milliseconds": milliseconds,
         "speedup": median["per sample"] / median["whole batch"],
         "share_of_step": {
             name.removeprefix("ResNet-18 step, "): median["whole batch"] / median[name]
@@ -151,21 +133,15 @@ def main() -> None:
             if name.startswith("ResNet-18")
         },
         "threads": options.threads,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     print(result["what"])
-    for name, values in times.items():
-        print(
-            f"  {name:26} {median[name]:9.2f} ms  ({min(values):.2f} to {max(values):.2f}, n={len(values)})"
-        )
+    for name, s in milliseconds.items():
+        spread = f"({s['low']:.2f} to {s['high']:.2f}, n = {s['n']:.0f})"
+        print(f"  {name:26} {s['median']:9.2f} ms  {spread}")
     print(f"  per sample / whole batch   {result['speedup']:9.1f}")
     for name, share in result["share_of_step"].items():
         print(f"  share of a step, {name:9} {share:9.2%}")
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    measure.publish("data", result, options.out, crowded)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: where a number came from, medians with their spread, JSON."""
+"""What the benchmarks share: turns, medians with their spread, where a number came from, JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,38 @@ def busy(processes: int = 0) -> bool:
     return load > processes + 0.5
 
 
+def in_turns(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, repeats: Mapping[str, int] = {}
+) -> dict[str, list[float]]:
+    """Milliseconds per call: A, B, A, B, …, each called `repeats` times (once) in its turn.
+
+    Two turns before these warm up and compile.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 2):
+        for name, call in contenders.items():
+            count = repeats.get(name, 1)
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            if turn > 1:
+                times[name].append(1e3 * (time.perf_counter() - begin) / count)
+    return times
+
+
+def added_by(perturber: steppe.Perturber) -> Callable[[], None]:
+    """What a one-pass method adds to a step: move, put back, learn from the gradients there are."""
+    engine = perturber._engine
+
+    def step() -> None:
+        engine.begin(0, 1.0)
+        engine.restore()
+        engine.ledger.done = [0]
+        engine.ledger.settle()
+
+    return step
+
+
 def summary(times: Sequence[float]) -> dict[str, float]:
     """Median and quartiles of some measurements."""
     ordered = sorted(times)
@@ -47,6 +80,14 @@ def summary(times: Sequence[float]) -> dict[str, float]:
         "high": ordered[-1 - quarter],
         "n": len(ordered),
     }
+
+
+def publish(name: str, result: dict[str, Any], out: Path | None, crowded: bool) -> None:
+    """Write timings among the published ones, unless the machine was busy; to `out` in any case."""
+    if crowded and out is None:
+        print("\nThe machine was busy before the run: not published (give --out to keep it).")
+        return
+    print("\nwritten to", write(name, result, out))
 
 
 def write(name: str, result: dict[str, Any], out: Path | None = None) -> Path:

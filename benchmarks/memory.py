@@ -16,13 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import measure
+import torch
 from released import ReleasedARWP
+from torch import nn
 
 import steppe
 

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import measure
+import torch
 from released import ReleasedARWP
+from torch import Tensor, nn
 
 import steppe
 from steppe.lab import models
@@ -78,10 +73,10 @@ class Bench:
 
         return step
 
-    def ours(self, method: steppe.Method) -> Step:
+    def ours(self, method: steppe.Method, compiled: bool = False) -> Step:
         model = self.model()
         optimizer = self.sgd(model)
-        perturber = steppe.attach(model, optimizer, method)
+        perturber = steppe.attach(model, optimizer, method, compile_noise=compiled)
         batches = [()] * method.batches_needed
 
         def step() -> None:
@@ -119,21 +114,13 @@ class Bench:
 
         return step
 
-    def added_by(self, method: steppe.Method) -> Step:
+    def added_by(self, method: steppe.Method, compiled: bool = False) -> Step:
         """Only what a one-pass method adds to a step, on gradients that are already there."""
         model = self.model()
         optimizer = self.sgd(model)
-        perturber = steppe.attach(model, optimizer, method)
+        perturber = steppe.attach(model, optimizer, method, compile_noise=compiled)
         self.loss(model).backward()
-        engine = perturber._engine
-
-        def step() -> None:
-            engine.begin(0, 1.0)
-            engine.restore()
-            engine.ledger.done = [0]
-            engine.ledger.settle()
-
-        return step
+        return measure.added_by(perturber)
 
     def added_by_released(self) -> Step:
         model = self.model().to(memory_format=torch.contiguous_format)  # what it is fastest on
@@ -147,29 +134,27 @@ class Bench:
         return step
 
 
-def in_turns(contenders: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, step in contenders.items():
-            begin = time.perf_counter()
-            step()
-            if turn:  # the first turn warms up
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    return times
-
-
 def run(net: str, rounds: int, quick: bool) -> dict[str, object]:
     bench = Bench(net, quick)
     steps = {"SGD": bench.plain(), "ARWP, released form": bench.released()}
     steps["SAM of pytorch-optimizer"] = bench.peer_sam()
     steps |= {name: bench.ours(method) for name, method in METHODS.items()}
-    whole = {name: measure.summary(v) for name, v in in_turns(steps, rounds).items()}
+    steps["ARWP, compiled"] = bench.ours(METHODS["ARWP"], compiled=True)
+    whole = {name: measure.summary(v) for name, v in measure.in_turns(steps, rounds).items()}
     del steps
     parts = {"ARWP, released form": bench.added_by_released()}
     parts |= {name: bench.added_by(METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
-    added = {name: measure.summary(v) for name, v in in_turns(parts, 3 * rounds).items()}
+    parts |= {f"{name}, compiled": bench.added_by(METHODS[name], True) for name in ("RWP", "ARWP")}
+    added = {name: measure.summary(v) for name, v in measure.in_turns(parts, 3 * rounds).items()}
     show(bench, whole, added, rounds)
-    return {"batch": bench.batch, "width": bench.width, "steps": whole, "added": added}
+    count = sum(p.numel() for p in bench.model().parameters())
+    return {
+        "parameters": count,
+        "batch": bench.batch,
+        "width": bench.width,
+        "steps": whole,
+        "added": added,
+    }
 
 
 def show(
@@ -200,20 +185,19 @@ def main() -> None:
     parser.add_argument("nets", nargs="*", default=list(NETS), help=f"of {', '.join(NETS)}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="two rounds of narrow networks")
+    parser.add_argument("--quick", action="store_true", help="a round or two of narrow networks")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     if unknown := set(arguments.nets) - set(NETS):
         parser.error(f"unknown network {', '.join(unknown)}; known are {', '.join(NETS)}")
     torch.set_num_threads(arguments.threads)
-    rounds = 2 if arguments.quick else arguments.rounds
+    rounds = 1 if arguments.quick else arguments.rounds
     crowded = measure.busy()
-    results = {net: run(net, rounds, arguments.quick) for net in arguments.nets}
-    if crowded and arguments.out is None:
-        print("\nThe machine was busy before the run: not published (give --out to keep it).")
-        return
-    found = {"threads": arguments.threads, "rounds": rounds, "nets": results}
-    print("\nwritten to", measure.write("step", found, arguments.out))
+    results = {
+        net: run(net, rounds * (10 if net == "mlp" else 1), arguments.quick)
+        for net in arguments.nets
+    }
+    measure.publish("step", {"threads": arguments.threads, "nets": results}, arguments.out, crowded)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ COMMANDS = {
     "step": ["step.py", "mlp", "--quick"],
     "memory": ["memory.py", "--quick", "--width", "256"],
     "data": ["data.py", "--quick"],
+    "scaling": ["scaling.py", "--quick"],
+    "imports": ["imports.py", "--quick"],
 }
 
 
@@ -32,6 +34,35 @@ def test_it_runs_and_writes_its_numbers(name, tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads(out.read_text())
     assert found["torch"]
+
+
+def test_the_page_is_what_the_results_say():
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "page.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_names_missing_results_and_judges_by_the_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import page
+
+    results = page.load()
+    one = {"median": 1.0, "low": 1.0, "high": 1.0, "n": 3}
+    steps = dict.fromkeys(
+        ["SGD", "SAM", "SAM of pytorch-optimizer", "m-RWP", "m-ARWP", "RWP", "ARWP"], one
+    )
+    slow = {**one, "median": 0.6}
+    added = {"ARWP, released form": one, "RWP": slow, "ARWP": {**one, "median": 0.5}}
+    nets = {"mlp": {"steps": steps, "added": added, "parameters": 5, "batch": 2}}
+    made_up = {**results.get("memory", {}), "threads": 1, "nets": nets}
+    written = page.text({"step": made_up})
+    assert "RWP adds 0.60 (misses 0.55)" in written
+    assert "ARWP adds 0.50 (meets 0.55)" in written
+    assert "Not measured yet: scaling, memory" in written
 
 
 def test_the_released_form_is_arwp_with_its_exponent():

@@ -1,6 +1,7 @@
 """Noise: its distribution, its independence, and what it may and may not depend on."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import steppe
 from steppe import noise
-from steppe.noise import Draw, in_order
+from steppe.noise import Draw, spread
 from tests.nets import equal, weights_of
 
 
@@ -140,15 +141,30 @@ def test_global_random_state_is_untouched():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_error_in_a_drawing_thread_reaches_the_caller():
-    def make(item):
-        if item == 5:
-            raise ValueError("planned")
-        return torch.tensor(float(item))
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_work_is_spread_over_threads_and_each_item_done_once(threads):
+    done = []
+    spread(done.append, range(500), threads)
+    assert sorted(done) == list(range(500))
+    spread(done.append, [], threads)
 
-    with pytest.raises(ValueError, match="planned"):
-        list(in_order(make, list(range(20)), threads=2))
-    assert [float(t) for t in in_order(make, [1, 2, 3], threads=2)] == [1.0, 2.0, 3.0]
+
+@pytest.mark.parametrize("error", [ValueError, IndexError, KeyboardInterrupt])
+def test_after_an_error_no_thread_works_on(error):
+    working, begun = set(), []
+
+    def work(item):
+        begun.append(item)
+        working.add(item)
+        time.sleep(0.001)
+        working.remove(item)
+        if item == 5:
+            raise error("planned")
+
+    with pytest.raises(error, match="planned"):
+        spread(work, range(500), threads=2)
+    assert not working
+    assert len(begun) < 20
 
 
 def test_a_forked_child_gets_threads_of_its_own(monkeypatch):

@@ -6,6 +6,7 @@ from torch import nn
 
 import steppe
 from steppe.noise import Draw
+from steppe.slots import Rows
 from tests import references as ref
 
 SIGMA, ETA, BETA, LR = 0.03, 5.0, 0.9, 0.1
@@ -47,13 +48,14 @@ class Twin:
         """The unit normal values that steppe draws for a pass."""
         weights = self.perturber._engine.weights
         seed_of = Draw(self.seed, step, stream).block_seeds(weights.blocks)
+        ones = torch.ones_like(weights.sizes)
         return [
             torch.cat(
                 [
-                    block.standard_normal(seed_of(block.number), slot.values)
+                    Rows(slot, ones, 1.0).standard_normal(block, seed_of(block.number))
                     for block in slot.blocks(slot.values)
                 ]
-            )
+            ).view_as(slot.values)
             for slot in weights.slots
         ]
 

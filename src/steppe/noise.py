@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,6 +66,13 @@ class Draw:
 
         return seed_of
 
+    def key(self, number: int) -> list[int]:
+        """Four 32-bit numbers (as int32) that key a hash, for one of several uses in a step."""
+        place = (self.replica << 44) + (self.stream << 32) + number
+        first = _mix64(_mix64(_mix64(self.seed & _MASK64) ^ (self.step & _MASK64)) ^ place)
+        halves = [h >> shift & _MASK32 for h in (first, _mix64(first)) for shift in (0, 32)]
+        return [half - (half >> 31 << 32) for half in halves]
+
 
 def _mix64(z: int) -> int:
     """SplitMix64: neighbouring seeds and steps give unrelated keys."""
@@ -94,28 +101,31 @@ def standard_normal_(out: Tensor, seed: int) -> Tensor:
     return out.normal_(generator=generator)
 
 
-def in_order(make: Callable[[T], Tensor], items: Sequence[T], threads: int) -> Iterator[Tensor]:
-    """`make(item)` for each item, in order, made ahead by `threads` threads.
+def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+    """`work(item)` for each item, by this thread and others beside it; back when all is done.
 
-    The threads only make values; whoever iterates writes the weights. Abandoning the iteration
-    leaves at most a few finished values behind, never a thread that still writes.
+    After an error, an interrupt included, nothing more is begun, and it is raised only when no
+    thread works any longer: whoever catches it may put the weights back at once.
     """
-    if threads < 2:
-        yield from map(make, items)
-        return
-    pool = _pool(threads)
-    waiting: deque[Future[Tensor]] = deque()
-    rest = iter(items)
+    todo = deque(items)  # its popleft is safe between threads
+
+    def work_off() -> None:
+        try:
+            while todo:
+                work(todo.popleft())
+        except IndexError:
+            if todo:
+                raise
+        finally:
+            todo.clear()
+
+    others = [_pool(threads).submit(work_off) for _ in range(min(threads, len(todo)) - 1)]
     try:
-        for item in rest:
-            waiting.append(pool.submit(make, item))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        work_off()
     finally:
-        for future in waiting:
-            future.cancel()
+        wait(others)
+    for other in others:
+        other.result()
 
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}

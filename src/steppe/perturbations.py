@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steppe.noise import Draw
 from steppe.schedules import Strength, check_strength, strength_at
-from steppe.slots import Block, Slot, filter_norms, local
+from steppe.slots import filter_norms, local
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
@@ -214,13 +214,8 @@ class ElementwiseGaussian(Perturbation):
         return (1 + self.eta * history).pow_(-self.exponent)
 
     def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        history = dict(zip(weights.slots, state["history"], strict=True))
-
-        def factor(slot: Slot, block: Block) -> Tensor:
-            return self.factor(block.of(local(history[slot])))
-
         std = torch.full_like(weights.sizes, self.strength(draw.step))
-        weights.add_noise(draw, std, factor)
+        weights.add_noise(draw, std, self.factor, of=state["history"])
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         pairs = zip(weights.slots, state["history"], strict=True)

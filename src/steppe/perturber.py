@@ -214,15 +214,15 @@ class Perturber:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit: step, seed and history."""
-        ledger = self._engine.ledger
+        ledger, weights = self._engine.ledger, self._engine.weights
         return {
             "format": FORMAT,
             "method": self.method.name,
-            "settings": repr(self.method),
+            "settings": repr(self.method) + weights.compiles * ", compiled noise",
             "seed": self._engine.seed,
             "step": ledger.step,
             "incomplete": ledger.incomplete,
-            "parameters": [[s.name, list(s.param.shape)] for s in self._engine.weights.slots],
+            "parameters": [[s.name, list(s.param.shape)] for s in weights.slots],
             "states": [dict(state) for state in ledger.states.values()],
         }
 

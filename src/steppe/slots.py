@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,11 +69,6 @@ class Slot:
         first = self.filters.start + self.offset[0]
         return slice(first, first + self.values.shape[0])
 
-    def expand(self, per_filter: Tensor) -> Tensor:
-        """This rank's part of a vector over all filters, shaped to broadcast over its values."""
-        mine = per_filter[self.my_filters].to(self.param.device)
-        return mine.view(-1, *[1] * (self.param.dim() - 1)) if self.param.dim() > 1 else mine[0]
-
     def blocks(self, values: Tensor) -> Iterator[Block]:
         """The blocks of noise that this rank's values need any part of."""
         if values.numel() == 0:
@@ -85,6 +81,59 @@ class Slot:
             start, stop = number * step, min((number + 1) * step, rows)
             keep = slice(max(start, first), min(stop, last))
             yield Block(self, start, stop, keep, self.first_block + number)
+
+
+class Rows:
+    """This rank's part of a parameter as rows (slices along dimension 0) in their memory's order.
+
+    Noise is drawn in this order, which is seven times faster than drawing into a channels_last
+    tensor. Where a row is one stretch of memory, it is one dimension here: less to do per block.
+    """
+
+    def __init__(self, slot: Slot, std: Tensor, sign: float, extra: Tensor | None = None) -> None:
+        values, full = slot.values, slot.param.shape
+        strides = values.stride()
+        inner = list(range(1, len(full)))
+        if len(full) > 2 and not values.is_contiguous():
+            inner.sort(key=lambda d: -strides[d])
+        self._order = [*inner] if not full else [0, *inner]
+        self._offset = slot.offset if is_sharded(slot.param) else None
+        self._row = [full[d] for d in inner]
+        if self._offset is None and _one_stretch(values, inner):
+            self._row = [math.prod(self._row)]
+        self.values = self._arranged(values)
+        self.extra = None if extra is None else self._arranged(extra)
+        mine = std[slot.my_filters].to(values.device) * (sign * slot.strength)
+        self.std = mine.view(-1, *[1] * len(self._row)) if inner else mine[0]
+
+    def _arranged(self, tensor: Tensor) -> Tensor:
+        ordered = tensor.permute(self._order)
+        return ordered.flatten(1) if len(self._row) < len(self._order) - 1 else ordered
+
+    def standard_normal(self, block: Block, seed: int) -> Tensor:
+        """Unit noise for this rank's part of a block, in float32 for 16-bit parameters.
+
+        The block is always drawn at its full length and then cut: torch's normal values depend on
+        how many are drawn at once.
+        """
+        values = self.values
+        dtype = values.dtype if values.dtype.itemsize >= 4 else torch.float32
+        shape = [block.stop - block.start, *self._row] if self._order else []
+        eps = standard_normal_(torch.empty(shape, dtype=dtype, device=values.device), seed)
+        if self._offset is None or not eps.dim():
+            return eps
+        eps = eps[block.keep.start - block.start : block.keep.stop - block.start]
+        for place, dim in enumerate(self._order[1:], start=1):
+            eps = eps.narrow(place, self._offset[dim], values.shape[place])
+        return eps
+
+
+def _one_stretch(values: Tensor, dims: list[int]) -> bool:
+    """Whether these dimensions, in this order, can be seen as one without copying."""
+    pairs = pairwise(dims)
+    return len(dims) > 1 and all(
+        values.stride(a) == values.stride(b) * values.shape[b] for a, b in pairs
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,35 +153,6 @@ class Block:
             return values
         first = self.slot.offset[0]
         return values[self.keep.start - first : self.keep.stop - first]
-
-    def standard_normal(self, seed: int, values: Tensor) -> Tensor:
-        """Unit noise for this rank's values, in float32 for 16-bit parameters.
-
-        The block is always drawn at its full length and then cut: torch's normal values depend on
-        how many are drawn at once. It is drawn in the parameter's own memory order, which is seven
-        times faster than drawing into a channels_last tensor.
-        """
-        full = self.slot.param.shape
-        dtype = values.dtype if values.dtype.itemsize >= 4 else torch.float32
-        shape = [self.stop - self.start, *full[1:]] if full else []
-        flat = torch.empty(math.prod(shape), dtype=dtype, device=values.device)
-        standard_normal_(flat, seed)
-        if len(shape) < 3 or values.is_contiguous():
-            eps = flat.view(shape)
-        else:
-            strides = values.stride()
-            order = [0, *sorted(range(1, len(shape)), key=lambda d: -strides[d])]
-            back = [order.index(d) for d in range(len(shape))]
-            eps = flat.view([shape[d] for d in order]).permute(back)
-        return self._cut(eps, values) if is_sharded(self.slot.param) else eps
-
-    def _cut(self, eps: Tensor, values: Tensor) -> Tensor:
-        if not eps.dim():
-            return eps
-        part = eps[self.keep.start - self.start : self.keep.stop - self.start]
-        for dim in range(1, eps.dim()):
-            part = part.narrow(dim, self.slot.offset[dim], values.shape[dim])
-        return part
 
 
 def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:

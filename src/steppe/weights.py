@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.noise import CPU_BLOCK, DEVICE_BLOCK, PARALLEL_FROM, Draw, in_order
+from steppe.noise import CPU_BLOCK, DEVICE_BLOCK, PARALLEL_FROM, Draw, spread
 from steppe.shards import Shards
-from steppe.slots import Block, Slot, filter_norms, local
+from steppe.slots import Block, Rows, Slot, filter_norms, local
 
 
 class Weights:
@@ -29,8 +29,10 @@ class Weights:
         self,
         named: Iterable[tuple[str, nn.Parameter, dict[str, Any]]],
         shards: Shards | None = None,
+        compile_noise: bool = False,
     ) -> None:
         self.shards = shards or Shards()
+        self.compiles = compile_noise
         self.slots: list[Slot] = []
         filters = blocks = 0
         for name, param, group in named:
@@ -150,23 +152,36 @@ class Weights:
         self,
         draw: Draw,
         std: Tensor,
-        factor: Callable[[Slot, Block], Tensor] | None = None,
+        factor: Callable[[Tensor], Tensor] | None = None,
+        of: Sequence[Tensor] = (),
     ) -> None:
-        """Add Gaussian noise with this std per filter (and, if given, a factor per element)."""
+        """Add Gaussian noise with this std per filter.
+
+        If given, `factor(part)` multiplies it element by element, for parts of the tensors `of`, one
+        like each of `slots`.
+        """
+        if self.compiles and factor is None:
+            from steppe.hashed import add_noise  # here, for torch.compile is slow to import
+
+            add_noise(self.moved, std, draw)
+            return
         seed_of = draw.block_seeds(self.blocks)
-        stds = {slot: slot.expand(std) * (draw.sign * slot.strength) for slot in self.moved}
-        values = {slot: slot.values for slot in self.moved}
+        extra = dict(zip(self.slots, of, strict=True)) if factor else {}
+        rows = {
+            slot: Rows(slot, std, draw.sign, local(extra[slot]) if factor else None)
+            for slot in self.moved
+        }
 
-        def noise(block: Block) -> Tensor:
-            eps = block.standard_normal(seed_of(block.number), values[block.slot])
-            eps.mul_(block.of(stds[block.slot]))
-            return eps if factor is None else eps.mul_(factor(block.slot, block))
+        @torch.no_grad()
+        def add(block: Block) -> None:
+            there = rows[block.slot]
+            eps = there.standard_normal(block, seed_of(block.number)).mul_(block.of(there.std))
+            if factor is not None and there.extra is not None:
+                eps.mul_(factor(block.of(there.extra)))
+            block.of(there.values).add_(eps)
 
-        blocks = [block for slot in self.moved for block in slot.blocks(values[slot])]
-        drawn = in_order(noise, blocks, self._threads())
-        with torch.no_grad():
-            for block, eps in zip(blocks, drawn, strict=True):
-                block.of(values[block.slot]).add_(eps)
+        blocks = (block for slot in self.moved for block in slot.blocks(slot.values))
+        spread(add, blocks, self._threads())
         self.shards.reshard()
 
     def add(self, directions: Sequence[Tensor | None], scale: Tensor) -> None:

@@ -1,0 +1,59 @@
+"""What `import steppe` adds to `import torch`, in seconds.
+
+    python benchmarks/imports.py [--rounds 15] [--quick] [--out FILE]
+
+Each import runs in a new process, and the two take turns. Measured inside the process, from before the
+import of torch, so that starting Python does not count; what steppe adds is also measured directly, as
+the time of `import steppe` after `import torch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import measure
+
+CODE = """
+import time
+begin = time.perf_counter()
+import torch
+between = time.perf_counter()
+{more}
+end = time.perf_counter()
+print(end - begin, end - between)
+"""
+
+
+def seconds(more: str) -> tuple[float, float]:
+    command = [sys.executable, "-c", CODE.format(more=more)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return float(found[0]), float(found[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    crowded = measure.busy()
+    rounds = 1 if arguments.quick else arguments.rounds
+    plain, both, own = [], [], []
+    seconds("import steppe")  # compiles the byte code
+    for _ in range(rounds):
+        plain.append(seconds("")[0])
+        whole, after_torch = seconds("import steppe")
+        both.append(whole)
+        own.append(after_torch)
+    found = {"import torch": plain, "import torch, steppe": both, "import steppe after torch": own}
+    times = {name: measure.summary(v) for name, v in found.items()}
+    for name, s in times.items():
+        print(f"{name:28}{s['median']:.3f} s ({s['low']:.3f}–{s['high']:.3f}), n = {s['n']:.0f}")
+    measure.publish("imports", {"seconds": times, "bar": 0.1}, arguments.out, crowded)
+
+
+if __name__ == "__main__":
+    main()

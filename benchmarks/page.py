@@ -1,0 +1,246 @@
+"""Write docs/performance.md and its figure from the published results.
+
+    python benchmarks/page.py [--check]
+
+Nothing on that page is typed by hand; `--check` fails if it is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, FIGURE = DOCS / "performance.md", DOCS / "performance-scaling.png"
+Result = dict[str, Any]
+
+HEAD = """\
+<!-- written by benchmarks/page.py from benchmarks/results: do not edit -->
+# Performance
+
+What a step costs beside what a user would run instead. Every number is a ratio or a median from one run in
+which all contenders take turns; quartiles stand in brackets. Timings are published only from a machine
+that was idle before the run. All of it was measured on the CPU; on a GPU the same code issues the same few
+batched operations without waiting for the device, but none of it was run there. `make bench` repeats
+everything and writes this page again.
+"""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def span(s: dict[str, float], digits: int = 1, by: float = 1.0) -> str:
+    return (
+        f"{s['median'] / by:.{digits}f} [{s['low'] / by:.{digits}f}, {s['high'] / by:.{digits}f}]"
+    )
+
+
+def source(result: Result, script: str) -> str:
+    threads = f", {result['threads']} threads" if "threads" in result else ""
+    return (
+        f"`python benchmarks/{script}.py`, {result['machine']}{threads}, torch {result['torch']}, "
+        f"{result['date']}.\n"
+    )
+
+
+def verdict(value: float, bar: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f} ({'meets' if value <= bar else 'misses'} {bar:g})"
+
+
+def step(result: Result) -> str:
+    names = {"resnet18": "ResNet-18, CIFAR form", "vit": "ViT-S", "mlp": "MLP 64-128-128-10"}
+    parts = ["## A training step\n", source(result, "step")]
+    for net, found in result["nets"].items():
+        steps, added = found["steps"], found["added"]
+        sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
+        n = f"{next(iter(steps.values()))['n']:.0f}"
+        parts.append(
+            f"**{names[net]}**, {found['parameters']:,} parameters, batch {found['batch']}, n = {n} steps "
+            f"each, an SGD step takes {span(steps['SGD'])} ms:\n"
+        )
+        rows = [[name, span(s, 3, sgd)] for name, s in steps.items() if name != "SGD"]
+        parts.append(table(["", "× an SGD step"], rows) + "\n")
+        rows = [
+            [name, span(s, 2), f"{s['median'] / released:.2f}", f"{s['median'] / sgd:.1%}"]
+            for name, s in added.items()
+        ]
+        parts.append("What one-pass methods add, measured alone:\n")
+        parts.append(table(["", "ms", "of the released form", "of an SGD step"], rows) + "\n")
+        parts.append(bars(net, steps, added))
+    parts.append(
+        "*Released form*: per-tensor loops, full-size history, clones and `.item()` as in the authors' "
+        "scripts, written anew (`benchmarks/released.py`). *Compiled*: `compile_noise=True`.\n"
+    )
+    return "\n".join(parts)
+
+
+def bars(net: str, steps: Result, added: Result) -> str:
+    sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
+    sam = steps["SAM"]["median"]
+    bars_of = {"RWP": 0.55, "ARWP": 0.55}
+    if net != "mlp":  # compiling is for large models
+        bars_of |= {"RWP, compiled": 0.4, "ARWP, compiled": 0.4}
+    lines = [
+        f"- {name} adds {verdict(added[name]['median'] / released, bar)} of what the released form adds."
+        for name, bar in bars_of.items()
+    ]
+    if net == "resnet18":
+        lines += [
+            f"- {name} adds {verdict(added[name]['median'] / sgd, 0.04, 3)} of an SGD step."
+            for name in ("RWP", "ARWP")
+        ]
+    peer = steps["SAM of pytorch-optimizer"]["median"]
+    lines.append(f"- SAM takes {verdict(sam / peer, 1.02)} of `pytorch-optimizer`'s SAM.")
+    lines += [
+        f"- {name} takes {verdict(steps[name]['median'] / sam, 1.02)} of SAM, in one process."
+        for name in ("m-RWP", "m-ARWP")
+    ]
+    return "Against the bars that were set before:\n\n" + "\n".join(lines) + "\n"
+
+
+def scaling(result: Result) -> str:
+    weights, batches = result["weights"], result["batches"]
+    names = list(next(iter(weights.values())))
+    rows = [
+        [f"{int(count):,}", *[span(found[name], 3) for name in names]]
+        for count, found in weights.items()
+    ]
+    parts = ["## With the number of weights, and with the batch\n", source(result, "scaling")]
+    parts.append("Milliseconds that are added to a step, by the number of weights:\n")
+    parts.append(table(["weights", *names], rows) + "\n")
+    parts.append("Milliseconds that ARWP adds to whole steps of a million weights, by the batch:\n")
+    rows = [[b, span(found["SGD"], 2), span(found["added"], 2)] for b, found in batches.items()]
+    parts.append(table(["batch", "SGD", "ARWP adds"], rows) + "\n")
+    parts.append(f"![Cost against the number of weights and the batch]({FIGURE.name})\n")
+    return "\n".join(parts)
+
+
+def memory(result: Result) -> str:
+    rows = [
+        [name, f"{copies:.2f}", f"{result['bars'][name]:g}" if name in result["bars"] else ""]
+        for name, copies in result["copies"].items()
+    ]
+    return "\n".join(
+        [
+            "## Memory\n",
+            source(result, "memory"),
+            f"Peak memory over SGD's, in copies of {result['parameters']:,} parameters:\n",
+            table(["", "copies", "bar"], rows) + "\n",
+        ]
+    )
+
+
+def imports(result: Result) -> str:
+    own = result["seconds"]["import steppe after torch"]
+    rows = [[name, span(s, 3), f"{s['n']:.0f}"] for name, s in result["seconds"].items()]
+    return "\n".join(
+        [
+            "## Import\n",
+            source(result, "imports"),
+            table(["", "seconds", "n"], rows) + "\n",
+            f"`import steppe` adds {verdict(own['median'], result['bar'], 3)} s to `import torch`.\n",
+        ]
+    )
+
+
+def data(result: Result) -> str:
+    rows = [[name, span(s, 2), f"{s['n']:.0f}"] for name, s in result["milliseconds"].items()]
+    shares = ", ".join(f"{share:.2%} ({name})" for name, share in result["share_of_step"].items())
+    return "\n".join(
+        [
+            "## Batches\n",
+            source(result, "data"),
+            f"{result['what']}:\n",
+            table(["", "ms", "n"], rows) + "\n",
+            f"Whole batches are {result['speedup']:.1f} times faster than samples one by one, and take "
+            f"{shares} of a ResNet-18 step.\n",
+        ]
+    )
+
+
+def parallel(result: Result) -> str:
+    base = result["times"]["SGD, one process"]["median"]
+    rows = [[name, span(s, 2, base), f"{s['n']:.0f}"] for name, s in result["times"].items()]
+    return "\n".join(
+        [
+            "## Two processes\n",
+            source(result, "parallel"),
+            f"ResNet-18, batch {result['batch']} per pass, one thread a process:\n",
+            table(["", "× an SGD step in one process", "n"], rows) + "\n",
+            "What this shows is on the page about [parallel passes](parallel.md).\n",
+        ]
+    )
+
+
+SECTIONS = {
+    "step": step,
+    "scaling": scaling,
+    "memory": memory,
+    "parallel": parallel,
+    "imports": imports,
+    "data": data,
+}
+
+
+def load(folder: Path = measure.RESULTS) -> dict[str, Result]:
+    paths = {name: folder / f"{name}.json" for name in SECTIONS}
+    return {n: json.loads(p.read_text("utf-8")) for n, p in paths.items() if p.exists()}
+
+
+def text(results: dict[str, Result]) -> str:
+    parts = [HEAD, *[section(results[n]) for n, section in SECTIONS.items() if n in results]]
+    missing = [name for name in SECTIONS if name not in results]
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(missing)}.\n")
+    return "\n".join(parts)
+
+
+def draw(result: Result, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    counts = [int(c) for c in result["weights"]]
+    names = list(next(iter(result["weights"].values())))
+    for name, marker in zip(names, "osD^", strict=True):
+        medians = [found[name]["median"] for found in result["weights"].values()]
+        left.loglog(counts, medians, marker=marker, label=name)
+    left.set(xlabel="weights", ylabel="ms a step")
+    left.legend(frameon=False)
+    batches = [int(b) for b in result["batches"]]
+    for key, label, marker in (("SGD", "SGD step", "o"), ("added", "added by ARWP", "D")):
+        found = [f[key] for f in result["batches"].values()]
+        middle = [f["median"] for f in found]
+        spread = [[f["median"] - f["low"] for f in found], [f["high"] - f["median"] for f in found]]
+        right.errorbar(batches, middle, yerr=spread, marker=marker, capsize=3, label=label)
+    right.set(xlabel="batch", ylabel="ms", xscale="log", xticks=batches, xticklabels=batches)
+    right.minorticks_off()
+    right.set_ylim(bottom=0)
+    right.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    arguments = parser.parse_args()
+    results = load()
+    if arguments.check:
+        if PAGE.read_text("utf-8") != text(results):
+            sys.exit(f"{PAGE.name} is not what the results say: run python benchmarks/page.py")
+        return
+    PAGE.write_text(text(results), "utf-8")
+    if "scaling" in results:
+        draw(results["scaling"], FIGURE)
+    print("written", PAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,27 +1,21 @@
-"""Many runs: those that are finished are taken from the store, the others run side by side."""
+"""Many runs: those that are finished are taken from the store, an engine trains the others."""
 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-import pickle
-import threading
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from steppe.lab.config import Config
+from steppe.lab.engines import Crew, End, Engine, Local, named
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
-from steppe.lab.progress import Display, Event, Listener, display
+from steppe.lab.progress import Display, display
 from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.specs import parse
-from steppe.lab.stopping import StopSignal, obey
+from steppe.lab.stopping import StopSignal
 from steppe.lab.training import find_result, run_config, settled
 
 
@@ -48,137 +42,76 @@ def run_all(
     store: str | Path | None,
     *,
     processes: int = 1,
+    engine: Engine | None = None,
     progress: bool | None = None,
     title: str = "all runs",
 ) -> list[Result]:
-    """The results of all jobs, in order; `processes` of them at a time.
+    """The results of all jobs, in order; `processes` of them at a time, or as the engine can.
 
     Under torchrun one after the other, each on all ranks.
     """
-    if processes > 1 and world().several:
-        raise LabError("under torchrun every run takes all ranks: runs side by side need jobs=1.")
+    engine = engine or Local(processes)
+    if world().several and not (isinstance(engine, Local) and engine.processes == 1):
+        raise LabError(
+            "under torchrun every run takes all ranks: runs side by side need jobs=1 and the "
+            "local engine."
+        )
     results: dict[int, Result] = {}
     open_jobs: dict[int, Job] = {}
     for index, job in enumerate(jobs):
-        job = dataclasses.replace(job, config=settled(job.config, sources))
-        result = find_result(job.config, store) if store is not None else None
+        config = settled(job.config, sources, device=engine.device(job.config))
+        result = find_result(config, store) if store is not None else None
         if result is None:
-            open_jobs[index] = job
+            open_jobs[index] = dataclasses.replace(job, config=config)
         else:
             results[index] = result
-    processes = min(processes, len(open_jobs))
+    if not open_jobs:
+        return [results[index] for index in range(len(jobs))]
     with display(progress, {j.label: j.weight for j in open_jobs.values()}, title) as show:
-        if processes > 1:
-            results |= _side_by_side(open_jobs, sources, store, processes, show)
-        else:
+        crew = engine.crew(len(open_jobs), sources, store)
+        if crew is None:
             results |= _one_by_one(open_jobs, sources, store, show)
+        else:
+            results |= _side_by_side(open_jobs, crew, show)
     return [results[index] for index in range(len(jobs))]
 
 
 def _one_by_one(
-    jobs: dict[int, Job], sources: Sources, store: str | Path | None, show: Display
+    jobs: Mapping[int, Job], sources: Sources, store: str | Path | None, show: Display
 ) -> dict[int, Result]:
     results = {}
     for index, job in jobs.items():
         try:
-            results[index] = run_config(job.config, sources, store, _named(show, job.label))
+            results[index] = run_config(job.config, sources, store, named(show, job.label))
         except Interrupted:
             raise Stopped(f"{len(results)} of {len(jobs)} runs finished") from None
     return results
 
 
-def _side_by_side(
-    jobs: dict[int, Job],
-    sources: Sources,
-    store: str | Path | None,
-    processes: int,
-    show: Display,
-) -> dict[int, Result]:
-    _check_picklable(sources)
-    context = multiprocessing.get_context("spawn")
-    events, stop = context.SimpleQueue(), context.Event()
-    pool = ProcessPoolExecutor(
-        processes, context, initializer=_start_worker, initargs=(events, stop)
-    )
-    futures: dict[Future[Result], int] = {}
-    try:
-        with StopSignal() as signal:
-            for index, job in jobs.items():
-                futures[pool.submit(_work, job, sources, store)] = index
-            left = set(futures)
-            while left:
-                _, left = wait(left, timeout=0.1, return_when=FIRST_COMPLETED)
-                while not events.empty():
-                    show(events.get())
-                if signal.asked:
-                    stop.set()
-                    left -= {future for future in left if future.cancel()}
-                if any(not f.cancelled() and f.exception() for f in futures if f.done()):
-                    stop.set()
-                    left -= {future for future in left if future.cancel()}
-        return _collect(futures)
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+def _side_by_side(jobs: Mapping[int, Job], crew: Crew, show: Display) -> dict[int, Result]:
+    """All results; the first error, or a signal, ends the other runs too, which save first."""
+    ends: dict[int, End] = {}
+    left = set(jobs)
+    with StopSignal() as signal, crew:
+        for index, job in jobs.items():
+            crew.submit(index, job.label, job.config)
+        while left:
+            new = crew.wait(0.1)
+            for event in crew.events():
+                show(event)
+            ends |= new
+            left -= set(new)
+            if signal.asked or any(isinstance(end, BaseException) for end in ends.values()):
+                left -= crew.stop()
+    return _collect(ends, len(jobs))
 
 
-def _collect(futures: dict[Future[Result], int]) -> dict[int, Result]:
+def _collect(ends: Mapping[int, End], runs: int) -> dict[int, Result]:
     """All results, or the most telling of what went wrong."""
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
-    for future, index in futures.items():
-        error = None if future.cancelled() else future.exception()
-        if error is not None:
-            errors.append(error)
-        elif not future.cancelled():
-            results[index] = future.result()
-    for error in errors:
-        if isinstance(error, BrokenProcessPool):
-            raise LabError(
-                "a training process died, perhaps for want of memory. Finished runs are kept: "
-                "the same command goes on; --jobs 1 needs less memory."
-            ) from error
-        if not isinstance(error, Interrupted):
-            raise error
-    if len(results) < len(futures):
-        raise Stopped(f"{len(results)} of {len(futures)} runs finished")
+    for end in ends.values():
+        if isinstance(end, BaseException) and not isinstance(end, Interrupted):
+            raise end
+    results = {index: end for index, end in sorted(ends.items()) if isinstance(end, Result)}
+    if len(results) < runs:
+        raise Stopped(f"{len(results)} of {runs} runs finished")
     return results
-
-
-_events: Any = None
-
-
-def _start_worker(events: Any, stop: Any) -> None:
-    global _events
-    _events = events
-    obey(stop.is_set)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
-    return run_config(job.config, sources, store, _named(_events.put, job.label))
-
-
-def _named(listener: Listener, label: str) -> Listener:
-    def relay(event: Event) -> None:
-        listener(dataclasses.replace(event, run=label))
-
-    return relay
-
-
-def _check_picklable(sources: Sources) -> None:
-    try:
-        pickle.dumps(sources)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LabError(
-            f"runs in several processes need a model function and data that can be pickled "
-            f"({error}). Define them in a module, or use jobs=1."
-        ) from error

@@ -29,6 +29,10 @@ Status = Literal["finished", "diverged", "unfinished"]
 DEFAULT_STORE = Path("runs")
 
 
+class BusyError(LabError):
+    """Another process has the run."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's folder."""
@@ -171,7 +175,7 @@ def _lock(stream: IO[str], run: Run) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LabError(f"another process is working on the run {run.folder}.") from None
+        raise BusyError(f"another process is working on the run {run.folder}.") from None
 
 
 def to_csv(records: Sequence[Record]) -> str:

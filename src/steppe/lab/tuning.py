@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from steppe.lab.config import Config
+from steppe.lab.engines import Engine
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import Sources, load_problem
 from steppe.lab.results import Result
@@ -63,6 +64,7 @@ def tune_all(
     store: str | Path | None,
     *,
     processes: int = 1,
+    engine: Engine | None = None,
     progress: bool | None = None,
 ) -> list[Choice]:
     """The choice for each spec; test data plays no part."""
@@ -87,7 +89,15 @@ def tune_all(
                     jobs.append(Job(f"{spec.name} {knob[0]} {value:g} seed {seed}", trial))
                     places.append((i, value))
         title = "tuning" if round_number == 0 else "tuning, edges"
-        results = run_all(jobs, sources, store, processes=processes, progress=progress, title=title)
+        results = run_all(
+            jobs,
+            sources,
+            store,
+            processes=processes,
+            engine=engine,
+            progress=progress,
+            title=title,
+        )
         for i, value in dict.fromkeys(places):
             runs = [r for place, r in zip(places, results, strict=True) if place == (i, value)]
             scores[i][value] = _score(runs)

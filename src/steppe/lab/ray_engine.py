@@ -55,6 +55,9 @@ class Ray:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise LabError(f"{name} must be at least 0, got {value:g}.")
+        gpus = self.gpus_per_trial or 0
+        if gpus > 1 and gpus != int(gpus):
+            raise LabError(f"gpus_per_trial must be a part of one or whole, got {gpus:g}.")
 
     @property
     def threads(self) -> int:
@@ -108,7 +111,6 @@ def _connect(ray: Any, address: str) -> None:
             address="local",
             include_dashboard=False,
             object_store_memory=OBJECT_STORE,
-            _node_ip_address="127.0.0.1",
             **quiet,
         )
         return

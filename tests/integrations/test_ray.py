@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -371,19 +372,29 @@ def test_a_gpu_share_settles_the_device_without_asking_this_machine():
 def test_an_address_where_nothing_is(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-
-    def refuse(**options):
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        raise ConnectionError("nobody there.\nand more")
-
-    monkeypatch.setattr(ray, "init", refuse)
     before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(LabError, match=r"no Ray cluster at 10.0.0.1:6379: nobody there. Start one"),
-        Ray("10.0.0.1:6379").open(),
-    ):
-        pass
-    assert signal.getsignal(signal.SIGTERM) is before, "Ray's handler does not stay"
+    with socket.socket() as unheard:  # bound, but nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        told = rf"no Ray cluster at {address}: .*refused. Start one with `ray start --head`"
+        with pytest.raises(LabError, match=told), Ray(address).open():
+            pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_stays_ours(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    taken = []
+
+    def init(**options):
+        taken.append(signal.signal(signal.SIGTERM, lambda *_: None))  # as the real one does
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.getsignal(signal.SIGTERM)
+    with Ray().open():
+        assert taken
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ctrl_c_while_the_cluster_starts(monkeypatch):

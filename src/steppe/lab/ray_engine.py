@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
@@ -115,13 +116,21 @@ def _connect(ray: Any, address: str) -> None:
         )
         return
     try:
+        _knock(address)
         ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        first = str(error).partition("\n")[0]
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).partition("\n")[0].rstrip(".")
         raise LabError(
-            f"no Ray cluster at {address}: {first} Start one with `ray start --head`, or give no "
+            f"no Ray cluster at {address}: {first}. Start one with `ray start --head`, or give no "
             "address, and one is started for this command."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raise at once where nobody listens; Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 class Tasks(AbstractContextManager["Tasks"]):

@@ -10,8 +10,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lightning_digits", "transformers_lm", "accelerate_digits"])
+@pytest.mark.parametrize(
+    "name", ["lightning_digits", "transformers_lm", "accelerate_digits", "ray_compare"]
+)
 def test_runs(name, tmp_path):
+    if name == "ray_compare":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'steppe[ray]'")
     found = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"],
         cwd=tmp_path,

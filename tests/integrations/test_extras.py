@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "transformers", "accelerate")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "transformers", "accelerate", "ray")
 
 
 def run(code):
@@ -14,8 +14,9 @@ def run(code):
     )
 
 
-def test_the_core_imports_no_framework():
-    code = f"import sys, steppe; print([m for m in {FRAMEWORKS} if m in sys.modules])"
+@pytest.mark.parametrize("name", ["steppe", "steppe.lab", "steppe.lab.commands"])
+def test_no_framework_is_imported(name):
+    code = f"import sys, {name}; print([m for m in {FRAMEWORKS} if m in sys.modules])"
     assert run(code).stdout.strip() == "[]"
 
 
@@ -26,3 +27,14 @@ def test_an_absent_framework_is_asked_for_by_its_extra(name):
     assert found.returncode == 1
     assert f"pip install 'steppe[{name}]'" in found.stderr
     assert "ImportError: steppe.integrations." in found.stderr
+
+
+def test_absent_ray_is_asked_for_by_its_extra(tmp_path):
+    command = ["compare", "sgd", "--engine", "ray", "--store", str(tmp_path / "runs")]
+    found = run(
+        f"import sys; sys.modules['ray'] = None; from steppe.cli import main; main({command})"
+    )
+    assert found.returncode == 2
+    assert (
+        "steppe: engine ray needs Ray. Install it with pip install 'steppe[ray]'." in found.stderr
+    )

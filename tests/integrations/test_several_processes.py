@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -63,16 +64,23 @@ def by_hand(rank, method, accumulate):
 
 
 def with_lightning(rank, method, accumulate):
+    from tests.integrations.test_lightning import Net
+
+    module, perturb = fitted(rank, Net, method, accumulate, "ddp")
+    return weights_of(module), history_of(perturb.perturber)
+
+
+def fitted(rank, kind, method, accumulate, strategy):
+    """A LightningModule after one epoch on two processes, and the callback."""
     environment(rank)
     from lightning.pytorch import Trainer
 
     from steppe.integrations.lightning import Perturb
-    from tests.integrations.test_lightning import Net
 
-    module, perturb = Net(), Perturb(method)
+    module, perturb = kind(), Perturb(method)
     trainer = Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        strategy=strategy,
         devices=2,
         max_epochs=1,
         accumulate_grad_batches=accumulate,
@@ -85,7 +93,39 @@ def with_lightning(rank, method, accumulate):
     )
     data = DataLoader([batch(i) for i in range(rank, COUNT, 2)], batch_size=None)
     trainer.fit(module, data)
-    return weights_of(module), history_of(perturb.perturber)
+    return module, perturb
+
+
+def sharded_by_lightning(rank, method):
+    """Lightning's strategy for FSDP2."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from tests.integrations.test_lightning import Net
+
+    class Sharded(Net):
+        def configure_model(self):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    module, perturb = fitted(rank, Sharded, method, 1, strategy)
+    return [p.full_tensor().detach() for p in module.net.parameters()], history_of(
+        perturb.perturber
+    )
+
+
+def sharded_by_hand(rank, method):
+    model = mlp()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    perturber = steppe.attach(model, optimizer, method)
+    for index in range(rank, COUNT, 2):
+        x, y = batch(index)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor().detach() for p in model.parameters()], history_of(perturber)
 
 
 def with_accelerate(rank, method, accumulate):
@@ -160,6 +200,10 @@ def with_transformers(rank, method, accumulate):
 
 def check(job, method, accumulate):
     found, expected = run(2, job, method, accumulate), run(2, by_hand, method, accumulate)
+    check_equal(found, expected)
+
+
+def check_equal(found, expected):
     for (weights, history), (their_weights, their_history) in zip(found, expected, strict=True):
         assert equal(weights, their_weights)
         assert equal(history, their_history)
@@ -170,6 +214,11 @@ def check(job, method, accumulate):
 @pytest.mark.parametrize("name", METHODS)
 def test_lightning(name):
     check(with_lightning, *METHODS[name])
+
+
+def test_lightning_with_sharded_weights():
+    method = steppe.arwp(0.05, eta=5.0)
+    check_equal(run(2, sharded_by_lightning, method), run(2, sharded_by_hand, method))
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "sam"])

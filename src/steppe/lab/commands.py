@@ -16,10 +16,12 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction
 
 from steppe.lab.comparison import Comparison, compare
 from steppe.lab.config import Config, read_config, settings
+from steppe.lab.engines import Engine, Local
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.jobs import Stopped
 from steppe.lab.listings import DataSets, PaperTable, Recipes, Runs
 from steppe.lab.ranks import world
+from steppe.lab.ray_engine import Ray
 from steppe.lab.recipes import recipe
 from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import PAPER
@@ -92,7 +94,15 @@ class Running:
     """How many runs are trained and shown."""
 
     jobs: int = 0
-    """Runs side by side; 0: as many as there are cores for."""
+    """Runs side by side, sharing the threads; 0: as many as there are cores for, of one thread."""
+    engine: Literal["local", "ray"] = "local"
+    """Where runs are trained: processes of this machine, or tasks of a Ray cluster."""
+    address: str | None = None
+    """The Ray cluster, HOST:PORT, or auto for the one running here; none: start one here."""
+    cpus_per_trial: float | None = None
+    """CPUs that a run asks Ray for; none: as many as it has threads."""
+    gpus_per_trial: float | None = None
+    """GPUs that a run asks Ray for, 0.5 for two runs on one; none: 1 where the device is cuda."""
     format: Shape = "text"
     """How the table is written."""
     out: UseAppendAction[tuple[Path, ...]] = ()
@@ -104,13 +114,25 @@ class Running:
 
     def arguments(self, config: Config) -> dict[str, Any]:
         """What `compare` and `sweep` want to know of this."""
-        alone = config.device.startswith("cuda") or world().several
-        cores = 1 if alone else os.cpu_count() or 1
         return {
             "store": self.store,
-            "jobs": self.jobs or max(1, cores // (config.threads or 1)),
+            "jobs": self.jobs or None,
+            "engine": self._engine(config),
             "progress": False if self.quiet else None,
         }
+
+    def _engine(self, config: Config) -> Engine | Literal["local", "ray"]:
+        if self.engine == "ray":
+            return Ray(self.address, self.cpus_per_trial, self.gpus_per_trial)
+        for name in ("address", "cpus_per_trial", "gpus_per_trial"):
+            if getattr(self, name) is not None:
+                option = name.replace("_", "-")
+                raise LabError(f"--{option} is for Ray: add --engine ray, or leave it away.")
+        if self.jobs:
+            return "local"
+        alone = config.device.startswith("cuda") or world().several
+        cores = 1 if alone else os.cpu_count() or 1
+        return Local(max(1, cores // (config.threads or 1)))
 
     def check(self) -> None:
         """Before hours of training, not after them."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from steppe.lab.config import Config
 from steppe.lab.data import Data
+from steppe.lab.engines import Engine, chosen
 from steppe.lab.errors import LabError
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import ModelFn, Sources
@@ -155,7 +157,8 @@ def compare(
     task: Task | str | None = None,
     tune: Tune | bool = False,
     store: str | Path | None = DEFAULT_STORE,
-    jobs: int = 1,
+    jobs: int | None = None,
+    engine: Engine | Literal["local", "ray"] = "local",
     progress: bool | None = None,
 ) -> Comparison:
     """Train all methods on all seeds, each seed from the same weights and data order, and compare.
@@ -163,9 +166,14 @@ def compare(
     `model` is a function that makes the model, `data` a `Data`; names do as well, and `config`
     says the rest (epochs, batch, lr …). `methods` are texts such as "arwp:ratio=.6". The first
     plain "sgd" is the baseline; without one, the first method. Finished runs in `store` are
-    taken as they are. `jobs` runs go side by side, each on `config.threads` (default 1) threads.
+    taken as they are.
+
+    Each run has `config.threads` threads (default 1). With `jobs=N`, N runs go side by side in
+    processes that share torch's threads where the config has no number. `engine="ray"`, or a
+    `steppe.lab.ray_engine.Ray` with options, trains them on a Ray cluster.
     """
-    config = _with_names(config or Config(), model, data, task)
+    place = chosen(engine, jobs)
+    config = _with_names(config or Config(), model, data, task, place.threads)
     sources = Sources(
         model=None if model is None or isinstance(model, str) else model,
         data=None if data is None or isinstance(data, str) else data,
@@ -173,31 +181,32 @@ def compare(
     )
 
     def run(work: Sequence[Job], title: str) -> list[Result]:
-        return run_all(work, sources, store, processes=jobs, progress=progress, title=title)
+        return run_all(work, sources, store, engine=place, progress=progress, title=title)
 
     specs = _baseline_first([parse(m) if isinstance(m, str) else m for m in methods])
-    chosen = [Choice(spec) for spec in specs]
-    if tune:
-        how = tune if isinstance(tune, Tune) else Tune()
-        chosen = tune_all(specs, config, how, run, sources)
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise LabError("a comparison needs at least one seed.")
-    work = [
-        Job(f"{choice.spec} seed {seed}", choice.spec.apply(config.replace(seed=seed)))
-        for seed in numbers
-        for choice in chosen
-    ]
-    results = run(work, "comparison")
+    with place.open() if tune else nullcontext():  # one cluster for both
+        choices = [Choice(spec) for spec in specs]
+        if tune:
+            how = tune if isinstance(tune, Tune) else Tune()
+            choices = tune_all(specs, config, how, run, sources)
+        work = [
+            Job(f"{choice.spec} seed {seed}", choice.spec.apply(config.replace(seed=seed)))
+            for seed in numbers
+            for choice in choices
+        ]
+        results = run(work, "comparison")
     rows = [
         Row(
             spec=str(choice.spec),
             label=label(choice.spec, config.optimizer),
             chosen=choice.how,
             trials=choice.trials,
-            results=tuple(results[i :: len(chosen)]),
+            results=tuple(results[i :: len(choices)]),
         )
-        for i, choice in enumerate(chosen)
+        for i, choice in enumerate(choices)
     ]
     return Comparison(config, numbers, judged(rows))
 
@@ -207,10 +216,11 @@ def _with_names(
     model: ModelFn | str | None,
     data: Data | Callable[[int], Data] | str | None,
     task: Task | str | None,
+    threads: int,
 ) -> Config:
     named = {"model": model, "data": data, "task": task}
     changes: dict[str, Any] = {k: v for k, v in named.items() if isinstance(v, str)}
-    return config.replace(threads=config.threads or 1, **changes)
+    return config.replace(threads=config.threads or threads, **changes)
 
 
 def _baseline_first(specs: list[Spec]) -> list[Spec]:

@@ -1,29 +1,23 @@
-"""Many runs: those that are finished are taken from the store, the others run side by side."""
+"""Many runs: those that are finished are taken from the store, an engine trains the others."""
 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-import pickle
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from steppe.lab.config import Config
+from steppe.lab.engines import Crew, End, Engine, Local, Then, named, trained
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
-from steppe.lab.progress import Display, Event, Listener, display
+from steppe.lab.progress import Display, display
 from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.specs import parse
-from steppe.lab.stopping import StopSignal, obey
-from steppe.lab.training import find_result, run_config, settled
+from steppe.lab.stopping import StopSignal
+from steppe.lab.training import find_result, settled
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Job:
 
     label: str
     config: Config
-    then: Callable[[Result], None] | None = None
+    then: Then | None = None
     """What the training process does with the finished run, as a function of a module."""
 
     @property
@@ -59,43 +53,51 @@ def run_all(
     store: str | Path | None,
     *,
     processes: int = 1,
+    engine: Engine | None = None,
     progress: bool | None = None,
     title: str = "all runs",
     show: Display | None = None,
     keep: Keep | None = None,
 ) -> list[Result]:
-    """The results of all jobs, in order; `processes` of them at a time.
+    """The results of all jobs, in order; `processes` of them at a time, or as the engine can.
 
     Under torchrun one after the other, each on all ranks. `show` is a display that is open already;
     `keep` is told of every result as it comes, in this process, also before a stop.
     """
-    if processes > 1 and world().several:
-        raise LabError("under torchrun every run takes all ranks: runs side by side need jobs=1.")
+    engine = engine or Local(processes)
+    if world().several and not (isinstance(engine, Local) and engine.processes == 1):
+        raise LabError(
+            "under torchrun every run takes all ranks: runs side by side need jobs=1 and the "
+            "local engine."
+        )
     results: dict[int, Result] = {}
     open_jobs: dict[int, Job] = {}
     for index, job in enumerate(jobs):
-        job = dataclasses.replace(job, config=settled(job.config, sources))
-        result = find_result(job.config, store) if store is not None else None
+        config = settled(job.config, sources, device=engine.device(job.config))
+        job = dataclasses.replace(job, config=config)
+        result = find_result(config, store) if store is not None else None
         if result is None or job.then is not None:
             open_jobs[index] = job
         else:
             results[index] = result
             if keep is not None:
                 keep(job, result)
-    processes = min(processes, len(open_jobs))
+    if not open_jobs:
+        return [results[index] for index in range(len(jobs))]
     with ExitStack() as stack:
         if show is None:
             weights = {job.label: job.weight for job in open_jobs.values()}
             show = stack.enter_context(display(progress, weights, title))
-        if processes > 1:
-            results |= _side_by_side(open_jobs, sources, store, processes, show, keep)
-        else:
+        crew = engine.crew(len(open_jobs), sources, store)
+        if crew is None:
             results |= _one_by_one(open_jobs, sources, store, show, keep)
+        else:
+            results |= _side_by_side(open_jobs, crew, show, keep)
     return [results[index] for index in range(len(jobs))]
 
 
 def _one_by_one(
-    jobs: dict[int, Job],
+    jobs: Mapping[int, Job],
     sources: Sources,
     store: str | Path | None,
     show: Display,
@@ -104,7 +106,7 @@ def _one_by_one(
     results = {}
     for index, job in jobs.items():
         try:
-            results[index] = _done(job, sources, store, show)
+            results[index] = trained(job.config, sources, store, named(show, job.label), job.then)
         except Interrupted:
             raise Stopped(f"{len(results)} of {len(jobs)} runs finished") from None
         if keep is not None:
@@ -112,110 +114,35 @@ def _one_by_one(
     return results
 
 
-def _done(job: Job, sources: Sources, store: str | Path | None, listener: Listener) -> Result:
-    """A job's run and what comes after it."""
-    result = run_config(job.config, sources, store, _named(listener, job.label))
-    if job.then is not None:
-        job.then(result)
-    return result
-
-
 def _side_by_side(
-    jobs: dict[int, Job],
-    sources: Sources,
-    store: str | Path | None,
-    processes: int,
-    show: Display,
-    keep: Keep | None,
+    jobs: Mapping[int, Job], crew: Crew, show: Display, keep: Keep | None
 ) -> dict[int, Result]:
-    _check_picklable(sources)
-    context = multiprocessing.get_context("spawn")
-    events, stop = context.SimpleQueue(), context.Event()
-    pool = ProcessPoolExecutor(
-        processes, context, initializer=_start_worker, initargs=(events, stop)
-    )
-    futures: dict[Future[Result], int] = {}
-    try:
-        with StopSignal() as signal:
-            for index, job in jobs.items():
-                futures[pool.submit(_work, job, sources, store)] = index
-            left = set(futures)
-            while left:
-                done, left = wait(left, timeout=0.1, return_when=FIRST_COMPLETED)
-                while not events.empty():
-                    show(events.get())
-                for future in done:
-                    if keep is not None and not future.cancelled() and not future.exception():
-                        keep(jobs[futures[future]], future.result())
-                if signal.asked:
-                    stop.set()
-                    left -= {future for future in left if future.cancel()}
-                if any(not f.cancelled() and f.exception() for f in futures if f.done()):
-                    stop.set()
-                    left -= {future for future in left if future.cancel()}
-        return _collect(futures)
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+    """All results; the first error, or a signal, ends the other runs too, which save first."""
+    ends: dict[int, End] = {}
+    left = set(jobs)
+    with StopSignal() as signal, crew:
+        for index, job in jobs.items():
+            crew.submit(index, job.label, job.config, job.then)
+        while left:
+            new = crew.wait(0.1)
+            for event in crew.events():
+                show(event)
+            for index, end in new.items():
+                if keep is not None and isinstance(end, Result):
+                    keep(jobs[index], end)
+            ends |= new
+            left -= set(new)
+            if signal.asked or any(isinstance(end, BaseException) for end in ends.values()):
+                left -= crew.stop()
+    return _collect(ends, len(jobs))
 
 
-def _collect(futures: dict[Future[Result], int]) -> dict[int, Result]:
+def _collect(ends: Mapping[int, End], runs: int) -> dict[int, Result]:
     """All results, or the most telling of what went wrong."""
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
-    for future, index in futures.items():
-        error = None if future.cancelled() else future.exception()
-        if error is not None:
-            errors.append(error)
-        elif not future.cancelled():
-            results[index] = future.result()
-    for error in errors:
-        if isinstance(error, BrokenProcessPool):
-            raise LabError(
-                "a training process died, perhaps for want of memory. Finished runs are kept: "
-                "the same command goes on; --jobs 1 needs less memory."
-            ) from error
-        if not isinstance(error, Interrupted):
-            raise error
-    if len(results) < len(futures):
-        raise Stopped(f"{len(results)} of {len(futures)} runs finished")
+    for end in ends.values():
+        if isinstance(end, BaseException) and not isinstance(end, Interrupted):
+            raise end
+    results = {index: end for index, end in sorted(ends.items()) if isinstance(end, Result)}
+    if len(results) < runs:
+        raise Stopped(f"{len(results)} of {runs} runs finished")
     return results
-
-
-_events: Any = None
-
-
-def _start_worker(events: Any, stop: Any) -> None:
-    global _events
-    _events = events
-    obey(stop.is_set)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
-    return _done(job, sources, store, _events.put)
-
-
-def _named(listener: Listener, label: str) -> Listener:
-    def relay(event: Event) -> None:
-        listener(dataclasses.replace(event, run=label))
-
-    return relay
-
-
-def _check_picklable(sources: Sources) -> None:
-    try:
-        pickle.dumps(sources)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LabError(
-            f"runs in several processes need a model function and data that can be pickled "
-            f"({error}). Define them in a module, or use jobs=1."
-        ) from error

@@ -29,6 +29,10 @@ Status = Literal["finished", "diverged", "unfinished"]
 DEFAULT_STORE = Path("runs")
 
 
+class BusyError(LabError):
+    """Another process has the run."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's folder."""
@@ -172,7 +176,7 @@ def lock(stream: IO[Any], what: str) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LabError(f"another process is working on {what}.") from None
+        raise BusyError(f"another process is working on {what}.") from None
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from steppe.lab.coercion import literal
 from steppe.lab.config import Config
+from steppe.lab.engines import Engine, chosen
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import Sources
@@ -103,15 +104,17 @@ def sweep(
     *,
     sources: Sources | None = None,
     store: str | Path | None = DEFAULT_STORE,
-    jobs: int = 1,
+    jobs: int | None = None,
+    engine: Engine | Literal["local", "ray"] = "local",
     progress: bool | None = None,
 ) -> Sweep:
     """Train every combination of the grid's values; keys are config fields or method options.
 
     With `config.validation` above zero the points are judged on the validation split, which may
-    choose a best; without, on the test data, which may not.
+    choose a best; without, on the test data, which may not. `jobs` and `engine` as in `compare`.
     """
-    config = config.replace(threads=config.threads or 1)
+    place = chosen(engine, jobs)
+    config = config.replace(threads=config.threads or place.threads)
     if not grid:
         raise LabError("a sweep needs something to vary, for example --over lr=.01,.1.")
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
@@ -124,7 +127,7 @@ def sweep(
         point = with_values(config, values)
         work += [Job(f"{about} seed {seed}", point.replace(seed=seed)) for seed in numbers]
     results = run_all(
-        work, sources or Sources(), store, processes=jobs, progress=progress, title="sweep"
+        work, sources or Sources(), store, engine=place, progress=progress, title="sweep"
     )
     points = tuple(
         Point(values, tuple(results[i * len(numbers) : (i + 1) * len(numbers)]))

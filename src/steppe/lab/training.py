@@ -46,7 +46,13 @@ def run_config(
     config: Config, sources: Sources, store: str | Path | None, listener: Listener
 ) -> Result:
     """`train` for programs: progress goes to a listener, and a diverged run is a result too."""
-    config = settled(config, sources)
+    return run_settled(settled(config, sources), sources, store, listener)
+
+
+def run_settled(
+    config: Config, sources: Sources, store: str | Path | None, listener: Listener
+) -> Result:
+    """`run_config` of a config that is settled, perhaps by another machine."""
     if store is None:
         return _attempt(config, sources, None, listener)
     result = find_result(config, store)
@@ -74,17 +80,25 @@ def _held(config: Config, store: Path, stack: ExitStack) -> Run:
     return run
 
 
-def settled(config: Config, sources: Sources) -> Config:
-    """The config with nothing left to the machine: its identity is then that of the run."""
-    device = config.device
+def settled(config: Config, sources: Sources, *, device: str | None = None) -> Config:
+    """The config with nothing left to the machine: its identity is then that of the run.
+
+    `device` is the run's where this machine is not the one that will train it.
+    """
+    device = device or device_here(config.device)
+    threads = config.threads or torch.get_num_threads()
+    config = parse(config.method).apply(config)
+    return named(config.replace(device=device, threads=threads), sources)
+
+
+def device_here(device: str) -> str:
+    """The device that a config's means on this machine; raises if there is none."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise LabError("device 'cuda' was asked for, but torch finds no GPU here. Use cpu.")
     check_device(device)
-    threads = config.threads or torch.get_num_threads()
-    config = parse(config.method).apply(config)
-    return named(config.replace(device=device, threads=threads), sources)
+    return device
 
 
 def _attempt(config: Config, sources: Sources, run: Run | None, listener: Listener) -> Result:

@@ -1,0 +1,218 @@
+"""Engines: where the runs of a comparison or a sweep are trained, and how many at once.
+
+An engine is asked for a crew, which takes runs and gives back how they ended; what is done with
+the ends, with Ctrl-C and with progress is the same for all engines (`jobs.run_all`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from steppe.lab.config import Config
+from steppe.lab.errors import LabError, unknown
+from steppe.lab.problems import Sources
+from steppe.lab.progress import Event, Listener
+from steppe.lab.results import Result
+from steppe.lab.stopping import obey
+from steppe.lab.training import run_config
+
+End = Result | BaseException
+"""How a run ended; `Interrupted` if it was asked to."""
+
+Then = Callable[[Result], None]
+"""What the training process does with a finished run, as a function of a module."""
+
+
+class Crew(AbstractContextManager["Crew"], Protocol):
+    """Workers that train runs side by side, from entering it to leaving it."""
+
+    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
+        """Train this run when there is room for it."""
+
+    def wait(self, seconds: float) -> dict[int, End]:
+        """The runs that ended since the last call, or end within so many seconds."""
+
+    def events(self) -> list[Event]:
+        """What the runs told since the last call."""
+
+    def stop(self) -> set[int]:
+        """Let runs under way save and end; gives those that will never begin."""
+
+
+class Engine(Protocol):
+    """Where runs are trained."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of a run whose config does not say."""
+
+    def device(self, config: Config) -> str | None:
+        """The device a run will have there; None: what this machine has."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Whatever several crews can share, until the block is left; may be nested."""
+
+    def crew(self, runs: int, sources: Sources, store: str | Path | None) -> Crew | None:
+        """Workers for so many runs; None: this process does better alone, one after the other."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """This machine: so many processes, of so many threads each where the config does not say."""
+
+    processes: int = 1
+    threads: int = 1
+
+    def device(self, config: Config) -> str | None:
+        return None
+
+    def open(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def crew(self, runs: int, sources: Sources, store: str | Path | None) -> Crew | None:
+        processes = min(self.processes, runs)
+        return Processes(processes, sources, store) if processes > 1 else None
+
+
+def divided(jobs: int) -> Local:
+    """So many processes at once that share the threads torch would give to one."""
+    if jobs < 1:
+        raise LabError(f"jobs must be at least 1, got {jobs}.")
+    return Local(jobs, max(1, torch.get_num_threads() // jobs))
+
+
+def chosen(engine: Engine | Literal["local", "ray"], jobs: int | None) -> Engine:
+    """The engine by name, with so many processes if it is the local one."""
+    if engine == "local":
+        return Local() if jobs is None else divided(jobs)
+    if jobs is not None:
+        raise LabError(
+            "jobs is for the local engine: Ray runs as many at once as it has CPUs or GPUs for. "
+            "Say with cpus_per_trial or gpus_per_trial what one run takes."
+        )
+    if engine == "ray":
+        from steppe.lab.ray_engine import Ray
+
+        return Ray()
+    if isinstance(engine, str):
+        raise unknown("engine", engine, ("local", "ray"))
+    return engine
+
+
+class Processes(AbstractContextManager["Processes"]):
+    """A crew of processes on this machine."""
+
+    def __init__(self, processes: int, sources: Sources, store: str | Path | None) -> None:
+        _check_picklable(sources)
+        self.sources, self.store = sources, store
+        context = multiprocessing.get_context("spawn")
+        self._events, self._stop = context.SimpleQueue(), context.Event()
+        self._pool = ProcessPoolExecutor(
+            processes, context, initializer=_start_worker, initargs=(self._events, self._stop)
+        )
+        self._open: dict[Future[Result], int] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
+        work = self._pool.submit(_work, label, config, self.sources, self.store, then)
+        self._open[work] = index
+
+    def wait(self, seconds: float) -> dict[int, End]:
+        done, _ = wait(self._open, timeout=seconds, return_when=FIRST_COMPLETED)
+        return {self._open.pop(future): _end(future) for future in done}
+
+    def events(self) -> list[Event]:
+        found = []
+        while not self._events.empty():
+            found.append(self._events.get())
+        return found
+
+    def stop(self) -> set[int]:
+        self._stop.set()
+        cancelled = [future for future in self._open if future.cancel()]
+        return {self._open.pop(future) for future in cancelled}
+
+
+def _end(future: Future[Result]) -> End:
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):
+        told = LabError(
+            "a training process died, perhaps for want of memory. Finished runs are kept: "
+            "the same command goes on; --jobs 1 needs less memory."
+        )
+        told.__cause__ = error
+        return told
+    return future.result() if error is None else error
+
+
+_events: Any = None
+
+
+def _start_worker(events: Any, stop: Any) -> None:
+    global _events
+    _events = events
+    obey(stop.is_set)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """A worker whose parent was killed would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(
+    label: str, config: Config, sources: Sources, store: str | Path | None, then: Then | None
+) -> Result:
+    return trained(config, sources, store, named(_events.put, label), then)
+
+
+def trained(
+    config: Config,
+    sources: Sources,
+    store: str | Path | None,
+    listener: Listener,
+    then: Then | None = None,
+) -> Result:
+    """A run, and what comes after it."""
+    result = run_config(config, sources, store, listener)
+    if then is not None:
+        then(result)
+    return result
+
+
+def named(listener: Listener, label: str) -> Listener:
+    """A listener that hears of a run under this name."""
+
+    def relay(event: Event) -> None:
+        listener(dataclasses.replace(event, run=label))
+
+    return relay
+
+
+def _check_picklable(sources: Sources) -> None:
+    try:
+        pickle.dumps(sources)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LabError(
+            f"runs in several processes need a model function and data that can be pickled "
+            f"({error}). Define them in a module, or use jobs=1."
+        ) from error

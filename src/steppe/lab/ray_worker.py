@@ -1,0 +1,185 @@
+"""A run in a Ray worker: what travels there, what it tells on the way, what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steppe.lab import checkpoints
+from steppe.lab.config import Config
+from steppe.lab.engines import Then, named
+from steppe.lab.errors import Interrupted, LabError
+from steppe.lab.problems import Sources
+from steppe.lab.progress import Event, Listener
+from steppe.lab.results import Result
+from steppe.lab.runs import BusyError, Run
+from steppe.lab.stopping import obey
+from steppe.lab.training import device_here, run_settled
+
+logger = logging.getLogger("steppe")
+
+PATIENCE = 30.0
+"""Seconds that a second attempt waits for the first one's children to let go of the run."""
+FILES = ("config.json", "environment.json", "metrics.jsonl", "model.pt", "result.json")
+"""What comes back of a run that another machine's disk holds; the result last."""
+
+
+def load_ray() -> Any:
+    """The package, or how to get it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise LabError(
+            "engine ray needs Ray. Install it with pip install 'steppe[ray]'."
+        ) from error
+    return ray
+
+
+class Board:
+    """An actor: where runs tell how far they are, and hear that they should stop."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+        self._events: dict[str, Event] = {}
+        self._warnings: list[str] = []
+        self._stop = asyncio.Event()
+
+    async def begin(self, index: int) -> bool:
+        """Whether there is any use in beginning."""
+        self._begun.add(index)
+        return not self._stop.is_set()
+
+    async def tell(self, event: Event) -> None:
+        self._events[event.run] = event
+
+    async def warn(self, text: str) -> None:
+        self._warnings.append(text)
+
+    async def read(self) -> tuple[list[Event], list[str]]:
+        """The newest event of each run, and all warnings, since the last reading."""
+        found = list(self._events.values()), self._warnings
+        self._events, self._warnings = {}, []
+        return found
+
+    async def stop(self) -> set[int]:
+        """Tell all runs to stop; gives those that have begun."""
+        self._stop.set()
+        return self._begun
+
+    async def stopping(self) -> None:
+        """Answers when runs should stop."""
+        await self._stop.wait()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run as it travels to a worker."""
+
+    index: int
+    label: str
+    config: Config
+    store: Path | None
+    mark: Path | None
+    """A file that the driver has put into the store: a worker that sees it shares the disk."""
+    folder: Path
+    """Where the driver is: relative names of data and code start there."""
+    path: tuple[str, ...]
+    """Where the driver finds modules."""
+    then: Then | None = None
+    attempt: int = 0
+
+
+Outcome = tuple[Result | Interrupted, dict[str, bytes]]
+"""How a run ended, and the files of its folder if the driver cannot see them."""
+
+
+def train_trial(trial: Trial, sources: bytes, board: Any) -> Outcome:
+    """One run, in a worker; it may be on another machine."""
+    ray = load_ray()
+    if not ray.get(board.begin.remote(trial.index)):
+        return Interrupted(0, 0, None), {}
+    if trial.folder.is_dir():
+        os.chdir(trial.folder)
+    sys.path += [place for place in trial.path if place not in sys.path]
+    listener = named(lambda event: _tell(ray, board, event), trial.label)
+    with _stop_heard(ray, board), _warnings_to(board, trial.label):
+        device_here(trial.config.device)
+        given: Sources = ray.cloudpickle.loads(sources)
+        try:
+            result = _patiently(trial, given, listener)
+        except Interrupted as stopped:  # raised, Ray would take it for a cancelled task
+            return stopped, {}
+        if trial.then is not None:
+            trial.then(result)
+    shared = trial.mark is None or trial.mark.exists()
+    return result, {} if shared or result.folder is None else pack(Run(result.folder))
+
+
+def _patiently(trial: Trial, sources: Sources, listener: Listener) -> Result:
+    """A killed worker's own children may hold its run for some seconds more."""
+    deadline = time.monotonic() + (PATIENCE if trial.attempt else 0)
+    while True:
+        try:
+            return run_settled(trial.config, sources, trial.store, listener)
+        except BusyError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _tell(ray: Any, board: Any, event: Event) -> None:
+    told = board.tell.remote(event)
+    if event.done:
+        ray.get(told)  # before the result, after which nobody reads
+
+
+@contextmanager
+def _stop_heard(ray: Any, board: Any) -> Iterator[None]:
+    """Within, the run stops when the board says so, or is no more."""
+    asked = threading.Event()
+    obey(asked.is_set)
+    answer = board.stopping.remote()
+    answer.future().add_done_callback(lambda _: asked.set())
+    try:
+        yield
+    finally:
+        ray.cancel(answer)
+
+
+@contextmanager
+def _warnings_to(board: Any, label: str) -> Iterator[None]:
+    """Within, what steppe warns of is said on the driver's screen."""
+
+    class Relay(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            board.warn.remote(f"{label}: {record.getMessage()}")
+
+    relay = Relay(logging.WARNING)
+    logger.addHandler(relay)
+    try:
+        yield
+    finally:
+        logger.removeHandler(relay)
+
+
+def pack(run: Run) -> dict[str, bytes]:
+    """A finished run's files."""
+    return {name: file.read_bytes() for name in FILES if (file := run.folder / name).exists()}
+
+
+def unpack(files: dict[str, bytes], run: Run) -> None:
+    """The files in a folder on this disk, where the run is then as if it had been trained here."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        checkpoints.write_atomic(run.folder / name, content)
+    checkpoints.clear(run.checkpoints)

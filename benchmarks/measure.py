@@ -43,16 +43,16 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Milliseconds per call: A, B, A, B, …, each called `repeats` times (once) in its turn.
 
-    Two turns before these warm up and compile.
+    One turn before these warms up and compiles.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 2):
+    for turn in range(rounds + 1):
         for name, call in contenders.items():
             count = repeats.get(name, 1)
             begin = time.perf_counter()
             for _ in range(count):
                 call()
-            if turn > 1:
+            if turn:
                 times[name].append(1e3 * (time.perf_counter() - begin) / count)
     return times
 

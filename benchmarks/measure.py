@@ -32,10 +32,24 @@ def environment() -> dict[str, Any]:
     }
 
 
-def busy(processes: int = 0) -> bool:
-    """Whether others use the machine so much that its timings should not be published."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return load > processes + 0.5
+def busy(seconds: float = 2.0) -> bool:
+    """Whether others use the machine so much that its timings should not be published.
+
+    Half a core within the next two seconds is too much. The load average, which would still remember
+    our own last benchmark, is asked only where there is no /proc/stat.
+    """
+    if not Path("/proc/stat").exists():
+        return hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5
+    used, before = _used_seconds(), time.perf_counter()
+    time.sleep(seconds)
+    return (_used_seconds() - used) / (time.perf_counter() - before) > 0.5
+
+
+def _used_seconds() -> float:
+    """Processor time that all processes together have used since the machine started."""
+    ticks = [int(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    idle = ticks[3] + ticks[4]
+    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 def in_turns(

@@ -65,7 +65,7 @@ def made_up_line(entry, minima=False):
             found["radius"] = {"radii": [0.1, 1.0, 10.0], "loss": losses, "error": losses}
             found["radius"] |= {"base": 1.0, "batch": 128, "directions": 8}
             found["radius"] |= {"kinds": ["random", "sam"]}
-    return Line(entry.run, entry.label, result, curves, found)
+    return Line(entry.label, result, curves, found)
 
 
 def fill(study, folder, minima=False, take=lambda entry: True):

@@ -162,6 +162,16 @@ def test_a_damaged_line_in_the_middle_is_an_error(whole, tmp_path):
         _ = mine.lines
 
 
+def test_a_line_from_before_a_setting_existed_still_counts(whole, tmp_path):
+    """Its run had what is now the default of the new setting, and need not be done again."""
+    mine = evidence(tmp_path)
+    mine.folder.mkdir()
+    text = whole.file.read_text()
+    assert '"clip":null,' in text
+    mine.file.write_text(text.replace('"clip":null,', "").replace('{"run":"', '{"run":"old'))
+    assert make_plan(tiny(), mine).missing(mine) == []
+
+
 def test_two_processes_do_not_write_one_file(whole):
     fcntl = pytest.importorskip("fcntl")
     with whole.file.open("ab") as stream:

@@ -90,15 +90,17 @@ def _factor_words(name: str, lowest: float | None) -> str:
 
 def mixing_answer(findings: Findings) -> list[str]:
     """m-ARWP against ARWP with the doubled batch, which has seen the same data."""
-    return _simple(findings, mixing)
-
-
-def _simple(findings: Findings, pair: Callable[[Setting], tuple[str, str]]) -> list[str]:
     found = []
     for setting, part, place in places(findings):
-        claim, difference = findings.difference(setting, part, pair(setting))
-        if difference is not None:
-            found.append(f"{place}: {told(claim, difference)}")
+        claim, difference = findings.difference(setting, part, mixing(setting))
+        if difference is None:
+            continue
+        words = told(claim, difference)
+        rows = (claim.first, claim.second)
+        used = [strength_words(findings, setting, part, name) for name in rows]
+        if used[0] != used[1]:
+            words += f" Their strengths differ too ({used[0]} and {used[1]})."
+        found.append(f"{place}: {words}")
     return found
 
 

@@ -35,13 +35,16 @@ CURVES = {
 class Line:
     """A finished or diverged run."""
 
-    run: str
-    """The identity of its config."""
     label: str
     result: Result
     curves: Record = field(default_factory=dict)
     """By name the values, and under `epoch` and `factor_epoch` when they were taken."""
     minima: Record = field(default_factory=dict)
+
+    @cached_property
+    def run(self) -> str:
+        """The identity of its config, in today's terms: a setting that came later has its default."""
+        return self.result.config.identity
 
     def text(self) -> str:
         """As it stands in the file."""
@@ -60,7 +63,6 @@ def from_text(text: str) -> Line:
     try:
         content = json.loads(text)
         return Line(
-            content["run"],
             content["label"],
             from_record(content["result"]),
             content["curves"],

@@ -138,10 +138,20 @@ def _records(line: Line) -> list[Record]:
     return [dict(zip(("epoch", *names), row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _gains(findings: Findings, setting: Setting) -> dict[str, list[tuple[float, float, float]]]:
-    """By method the (length, mean gain, half width of its interval) over plain training."""
+@dataclass(frozen=True)
+class Gain:
+    """What a method gains over plain training of the same length: mean, half its interval, pairs."""
+
+    length: float
+    mean: float
+    half: float
+    n: int
+
+
+def _gains(findings: Findings, setting: Setting) -> dict[str, list[Gain]]:
+    """By method its gains at two or more lengths."""
     base, *methods = [setting.called(method) for method in setting.lengths]
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[str, list[Gain]] = {}
     for name in methods:
         for length in sorted((1.0, *LENGTHS)):
             part: Part = "defaults" if length == 1 else "lengths"
@@ -149,22 +159,22 @@ def _gains(findings: Findings, setting: Setting) -> dict[str, list[tuple[float, 
             values = findings.pairs(Claim(setting.name, part, *rows))
             if len(values) > 1:
                 mean, std = mean_std(values)
-                point = (length, mean, half_width(std, len(values)))
-                found.setdefault(name, []).append(point)
+                gain = Gain(length, mean, half_width(std, len(values)), len(values))
+                found.setdefault(name, []).append(gain)
     return {name: points for name, points in found.items() if len(points) > 1}
 
 
-def _collapsed(points: list[tuple[float, float, float]]) -> bool:
+def _collapsed(gains: list[Gain]) -> bool:
     """Whether a method did not train at some length: it would flatten all other lines."""
-    return min(mean for _, mean, _ in points) < -COLLAPSE
+    return min(gain.mean for gain in gains) < -COLLAPSE
 
 
 def _left_out(findings: Findings, settings: list[Setting]) -> str:
     names = [
         f"{name} ({setting.title})"
         for setting in settings
-        for name, points in _gains(findings, setting).items()
-        if _collapsed(points)
+        for name, gains in _gains(findings, setting).items()
+        if _collapsed(gains)
     ]
     why = f"more than {COLLAPSE:g} points below SGD at some length"
     return f" Not shown, since {why}: {join_words(names)}." if names else ""
@@ -172,16 +182,19 @@ def _left_out(findings: Findings, settings: list[Setting]) -> str:
 
 def _length_figure(findings: Findings, settings: list[Setting]) -> Figure:
     figure, axes = panels(len(settings), width=4.2, columns=2)
+    names = list(dict.fromkeys(s.called(method) for s in settings for method in s.lengths[1:]))
     for axis, setting in zip(axes, settings, strict=True):
-        gains = _gains(findings, setting)
-        for i, (name, points) in enumerate(gains.items()):
-            if _collapsed(points):
-                continue
-            style: dict[str, Any] = {**line_style(i), "marker": MARKS[i % len(MARKS)]}
-            shift = 2 ** (0.04 * (i - 2))
-            lengths, means, widths = zip(*points, strict=True)
+        shown = {n: g for n, g in _gains(findings, setting).items() if not _collapsed(g)}
+        for name, gains in shown.items():
+            i = names.index(name)  # a method looks the same in all panels
             axis.errorbar(
-                [x * shift for x in lengths], means, yerr=widths, **style, capsize=2, label=name
+                [gain.length * 2 ** (0.04 * (i - 2)) for gain in gains],
+                [gain.mean for gain in gains],
+                yerr=[gain.half for gain in gains],
+                **line_style(i),
+                marker=MARKS[i % len(MARKS)],
+                capsize=2,
+                label=name,
             )
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
@@ -189,7 +202,8 @@ def _length_figure(findings: Findings, settings: list[Setting]) -> Figure:
         axis.set_xlim(0.21, 2.4)
         axis.set_xlabel("length of training")
         axis.set_ylabel("points gained over SGD")
-        n = len(findings.lines(setting, "defaults", setting.called("sgd")))
+        counts = sorted({gain.n for gains in shown.values() for gain in gains})
+        n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
         axis.set_title(f"{setting.title}, n = {n}", fontsize="medium")
         axis.legend(frameon=False, fontsize="small")
     return figure

@@ -106,7 +106,7 @@ def _run(
         message = result.message.partition(" The last good checkpoint")[0]  # names a folder
         told = dataclasses.replace(result, config=entry.config, message=message)
         found = minima.read(Run(result.folder))
-        evidence.append(Line(entry.run, entry.label, told, curves, found))
+        evidence.append(Line(entry.label, told, curves, found))
         shutil.rmtree(result.folder)
 
     work = [

@@ -74,7 +74,12 @@ def step(result: Result) -> str:
         ]
         parts.append("What one-pass methods add, measured alone:\n")
         parts.append(table(["", "ms", "of the released form", "of an SGD step"], rows) + "\n")
-        parts.append(bars(net, steps, added))
+        rows = [[name, span(s, 2)] for name, s in found["free"].items()]
+        parts.append(
+            "Steps whose loss costs next to nothing, which leave what a method does itself:\n"
+        )
+        parts.append(table(["", "ms"], rows) + "\n")
+        parts.append(bars(net, steps, added, found["free"]))
     parts.append(
         "*Released form*: per-tensor loops, full-size history, clones and `.item()` as in the authors' "
         "scripts, written anew (`benchmarks/released.py`). *Compiled*: `compile_noise=True`.\n"
@@ -82,9 +87,8 @@ def step(result: Result) -> str:
     return "\n".join(parts)
 
 
-def bars(net: str, steps: Result, added: Result) -> str:
+def bars(net: str, steps: Result, added: Result, free: Result) -> str:
     sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
-    sam = steps["SAM"]["median"]
     bars_of = {"RWP": 0.55, "ARWP": 0.55}
     if net != "mlp":  # compiling is for large models
         bars_of |= {"RWP, compiled": 0.4, "ARWP, compiled": 0.4}
@@ -97,12 +101,18 @@ def bars(net: str, steps: Result, added: Result) -> str:
             f"- {name} adds {verdict(added[name]['median'] / sgd, 0.04, 3)} of an SGD step."
             for name in ("RWP", "ARWP")
         ]
-    peer = steps["SAM of pytorch-optimizer"]["median"]
-    lines.append(f"- SAM takes {verdict(sam / peer, 1.02)} of `pytorch-optimizer`'s SAM.")
-    lines += [
-        f"- {name} takes {verdict(steps[name]['median'] / sam, 1.02)} of SAM, in one process."
-        for name in ("m-RWP", "m-ARWP")
-    ]
+    gradient = sgd - free["SGD"]["median"]
+
+    def against(name: str, other: str, said: str) -> str:
+        whole = steps[name]["median"] / steps[other]["median"]
+        both = [free[who]["median"] + 2 * gradient for who in (name, other)]
+        return (
+            f"- {name} takes {verdict(both[0] / both[1], 1.02, 3)} of {said}, from what each does around "
+            f"its two gradients; {whole:.2f} by whole steps."
+        )
+
+    lines.append(against("SAM", "SAM of pytorch-optimizer", "`pytorch-optimizer`'s SAM"))
+    lines += [against(name, "SAM", "SAM, in one process") for name in ("m-RWP", "m-ARWP")]
     return "Against the bars that were set before:\n\n" + "\n".join(lines) + "\n"
 
 
@@ -180,6 +190,45 @@ def parallel(result: Result) -> str:
     )
 
 
+def analysis(result: Result) -> str:
+    product, plane = result["product"], result["landscape"]
+    over, speed = product["ours_over"], plane["naive_over_ours"]
+    rows = [
+        [
+            stage,
+            f"{found['largest'][0]:.4g}, {found['largest'][1]:.4g}",
+            *[
+                ", ".join(_products(search) for search in found[who])
+                for who in ("top_eigs", "pyhessian")
+            ],
+        ]
+        for stage, found in result["eigenvalue"]["stages"].items()
+    ]
+    return "\n".join(
+        [
+            "## Analysis\n",
+            source(result, "analysis"),
+            f"{result['network']}, {result['parameters']:,} parameters, {result['samples']} images, "
+            f"{result['clock']}.\n",
+            f"- A Hessian product ({product['batches']}) takes "
+            f"{verdict(over['pyhessian']['median'], product['bars']['pyhessian'])} of PyHessian's time and "
+            f"{verdict(over['forward']['median'], product['bars']['forward'], 1)} forwards, "
+            f"n = {over['forward']['n']}.",
+            f"- A landscape of {plane['grid']} x {plane['grid']} points is {span(speed, 2)} times faster than "
+            f"the loop over {plane['naive']} with `load_state_dict` (asked for: {plane['bar']:g}), "
+            f"n = {speed['n']}; {plane['ms_a_point_ours'][0]:.0f} ms a point.\n",
+            f"Products until the largest eigenvalue is within {result['eigenvalue']['tol']:g} (in brackets: "
+            "until the method's own rule stops), two starts; a dash where that was never reached:\n",
+            table(["network", "two largest", "`top_eigs`", "PyHessian"], rows) + "\n",
+        ]
+    )
+
+
+def _products(search: dict[str, float | None]) -> str:
+    needed = "–" if search["needed"] is None else search["needed"]
+    return f"{needed} [{search['stopped']}]"
+
+
 SECTIONS = {
     "step": step,
     "scaling": scaling,
@@ -187,6 +236,7 @@ SECTIONS = {
     "parallel": parallel,
     "imports": imports,
     "data": data,
+    "analysis": analysis,
 }
 
 

@@ -3,8 +3,10 @@
     python benchmarks/step.py [resnet18 vit mlp] [--rounds 6] [--threads 2] [--quick] [--out FILE]
 
 All contenders take turns within one run, each with its own copy of the network, and medians are
-compared; besides whole steps, what a one-pass method adds is measured alone (moving the weights,
-putting them back, learning from gradients that are already there).
+compared. Besides whole steps, two parts are measured alone, since on a shared machine seconds of
+convolutions vary by more than a method adds: what a one-pass method adds (moving the weights, putting
+them back, learning from gradients that are already there), and steps whose loss costs next to nothing,
+which leave what a method does around its gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ METHODS = {
 class Bench:
     """A network, its batches and its optimizer, made anew for every contender."""
 
-    def __init__(self, net: str, quick: bool) -> None:
+    def __init__(self, net: str, quick: bool, free: bool = False) -> None:
+        """`free`: the loss is a sum of the weights, which costs next to nothing."""
+        self.free = free
         self.net, self.batch = net, 8 if quick else 128
         self.width = 0.125 if quick and net != "mlp" else 1.0
         torch.manual_seed(0)
@@ -57,6 +61,8 @@ class Bench:
         return model.to(memory_format=torch.channels_last) if self.net == "resnet18" else model
 
     def loss(self, model: nn.Module) -> Tensor:
+        if self.free:
+            return torch.stack([p.sum() for p in model.parameters()]).sum()
         return nn.functional.cross_entropy(model(self.x), self.y)
 
     def sgd(self, model: nn.Module) -> torch.optim.SGD:
@@ -133,26 +139,37 @@ class Bench:
 
         return step
 
+    def everybody(self) -> dict[str, Step]:
+        steps = {"SGD": self.plain(), "ARWP, released form": self.released()}
+        steps["SAM of pytorch-optimizer"] = self.peer_sam()
+        steps |= {name: self.ours(method) for name, method in METHODS.items()}
+        steps["ARWP, compiled"] = self.ours(METHODS["ARWP"], compiled=True)
+        return steps
+
+
+def timed(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
+    return {name: measure.summary(v) for name, v in measure.in_turns(steps, rounds).items()}
+
 
 def run(net: str, rounds: int, quick: bool) -> dict[str, object]:
     bench = Bench(net, quick)
-    steps = {"SGD": bench.plain(), "ARWP, released form": bench.released()}
-    steps["SAM of pytorch-optimizer"] = bench.peer_sam()
-    steps |= {name: bench.ours(method) for name, method in METHODS.items()}
-    steps["ARWP, compiled"] = bench.ours(METHODS["ARWP"], compiled=True)
-    whole = {name: measure.summary(v) for name, v in measure.in_turns(steps, rounds).items()}
-    del steps
+    whole = timed(bench.everybody(), rounds)
+    free = timed(Bench(net, quick, free=True).everybody(), 3 * rounds)
     parts = {"ARWP, released form": bench.added_by_released()}
     parts |= {name: bench.added_by(METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
     parts |= {f"{name}, compiled": bench.added_by(METHODS[name], True) for name in ("RWP", "ARWP")}
-    added = {name: measure.summary(v) for name, v in measure.in_turns(parts, 3 * rounds).items()}
+    added = timed(parts, 3 * rounds)
     show(bench, whole, added, rounds)
+    print("a loss that costs nothing, ms")
+    for name, s in free.items():
+        print(f"{name:28}{s['median']:>11.2f}")
     count = sum(p.numel() for p in bench.model().parameters())
     return {
         "parameters": count,
         "batch": bench.batch,
         "width": bench.width,
         "steps": whole,
+        "free": free,
         "added": added,
     }
 

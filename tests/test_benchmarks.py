@@ -57,11 +57,13 @@ def test_the_page_names_missing_results_and_judges_by_the_numbers(monkeypatch):
     )
     slow = {**one, "median": 0.6}
     added = {"ARWP, released form": one, "RWP": slow, "ARWP": {**one, "median": 0.5}}
-    nets = {"mlp": {"steps": steps, "added": added, "parameters": 5, "batch": 2}}
+    free = {**steps, "m-ARWP": {**one, "median": 1.1}}
+    nets = {"mlp": {"steps": steps, "added": added, "free": free, "parameters": 5, "batch": 2}}
     made_up = {**results.get("memory", {}), "threads": 1, "nets": nets}
     written = page.text({"step": made_up})
     assert "RWP adds 0.60 (misses 0.55)" in written
     assert "ARWP adds 0.50 (meets 0.55)" in written
+    assert "m-ARWP takes 1.100 (misses 1.02) of SAM, in one process" in written
     assert "Not measured yet: scaling, memory" in written
 
 

@@ -24,18 +24,18 @@ about 50 µs."""
 
 
 def standard_normal(places: Tensor, key: Tensor) -> Tensor:
-    """One standard normal value for each place (int32), by Box and Muller from two keyed hashes."""
-    radius = ((_hash(places, key[0], key[1]) & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
-    turns = _hash(places, key[2], key[3]).to(torch.float32) * 2.0**-32
-    return (-2 * _log(radius)).clamp_min(0).sqrt() * _cos(turns)
+    """One standard normal value for each place (int32), by Box and Muller from a keyed hash.
 
-
-def _hash(x: Tensor, key1: Tensor, key2: Tensor) -> Tensor:
-    """The keys come between the rounds: added to a counter they would only shift the sequence."""
-    x = (x ^ _shifted(x, 16)) * -2048144789 ^ key1
-    x = (x ^ _shifted(x, 13)) * -1028477387 + key2
-    x = (x ^ _shifted(x, 16)) * -2048144789
-    return x ^ _shifted(x, 14)
+    The keys come between its rounds: added to the place they would only shift the sequence. The angle
+    is one more round on what the radius was made of: a value has 32 random bits, as a torch float has 24.
+    """
+    x = (places ^ _shifted(places, 16)) * -2048144789 ^ key[0]
+    x = (x ^ _shifted(x, 13)) * -1028477387 + key[1]
+    x = (x ^ _shifted(x, 16)) * -2048144789 ^ key[2]
+    x = x ^ _shifted(x, 14)
+    turns = ((x * -1640531535 + key[3]) ^ _shifted(x, 15)) * -1028477387
+    radius = ((x & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
+    return (-2 * _log(radius)).clamp_min(0).sqrt() * _cos(turns.to(torch.float32) * 2.0**-32)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

@@ -76,7 +76,6 @@ def top_eigs(
             checkpoint=Checkpoint(checkpoint, {**settings, "mode": mode, **origin}),
             bar=bar,
         )
-        bar.start(problem, "products")
         top, bottom = search.run()
         bar.close()
     if not search.converged:
@@ -135,7 +134,8 @@ class _Search:
         stored = self.checkpoint.load()
         if stored:
             krylov.restore(stored)
-            self.hessian.count = self.bar.done = len(krylov)
+            self.hessian.count = len(krylov)
+        self.bar.start(self.hessian.replica.problem, "products", part=len(krylov) / self.bar.total)
         self._grow(krylov, self.counts)
         top, bottom = self._pairs(krylov, self.counts)
         while not krylov.exhausted and self._add_missed(top, bottom, len(krylov)):

@@ -58,8 +58,8 @@ def top_eigs(
     A small residual says that *some* eigenvalue is near. A Ritz value on its way past a cluster
     pauses below the largest one with a small residual, which therefore is not reported below
     `tol |value| / 2`. Of 1,500 searches for the largest eigenvalue (spectra without gaps, with
-    clusters, and like those of nets; tol 1e-2, 1e-3, 1e-5) 3 had a larger error than that, all
-    of them in spectra without any gap.
+    clusters, and like those of nets; tol 1e-2, 1e-3, 1e-5) one had a larger error than that
+    (`benchmarks/analysis.py stopping`).
 
     Examples:
         >>> model = torch.nn.Linear(3, 1, bias=False).double()
@@ -167,11 +167,7 @@ class _Search:
             self.bar.step(f"largest {krylov.ritz()[0][-1]:.4g}" if self.bar.show else "")
 
     def _settled(self, krylov: Krylov, counts: tuple[int, int], beside: _Known | None) -> bool:
-        """Whether each value wanted has a residual bound of a tenth of `tol`.
-
-        Found by trying on the searches named in `top_eigs`: a fifth instead of a tenth left 10
-        that missed, three steps in a row without a least residual 22, for two more products.
-        """
+        """Whether each value wanted has a residual bound of a tenth of `tol`."""
         top, bottom = counts
         if len(krylov) < max(1, min(top + bottom, krylov.room)):
             return False

@@ -1,13 +1,19 @@
-"""What the analyses cost, as ratios measured in one interleaved run on one thread.
+"""What the analyses cost, as ratios measured in one run on one thread.
 
-    python benchmarks/analysis.py -o analysis.json      # some ten minutes on an idle core
+    python benchmarks/analysis.py [product eigenvalue stopping landscape] [--out FILE] [--more]
     python benchmarks/analysis.py --quick               # a smoke run for CI, numbers mean nothing
 
 A ResNet-8 of about 76 k weights, 256 random images of 32x32 in batches of 64, trained for a few
-steps so that its Hessian has outliers. Times on a shared machine drift: the clock is the
-processor time of this one-threaded process, and each ratio is the median over rounds in which
-both sides run one after the other. PyHessian takes part where it
-is installed (`pip install pyhessian`) and is left out with a note where it is not.
+steps so that its Hessian has outliers. The clock is the processor time of a one-threaded process.
+
+- `product`: a Hessian product against PyHessian's, and against a forward, in turns.
+- `eigenvalue`: products until the largest eigenvalue is right to 1e-3, and until each method stops
+  by its own rule, of nets at several stages of training. Counts, not timings.
+- `stopping`: how often the error exceeds the reported residual, over spectra that are hard.
+- `landscape`: a plane of 25x25 points against the naive loop of `benchmarks/plane.py`, in turns, each
+  in a process of its own. `--more` adds rounds to those in the file.
+
+PyHessian takes part where it is installed (`pip install -c constraints.txt pyhessian`).
 """
 
 from __future__ import annotations
@@ -15,11 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,61 +34,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from steppe.analysis import Problem, landscape, top_eigs
-from steppe.analysis.directions import filter_normalised
+sys.path.insert(0, str(Path(__file__).parent))
+
+import measure
+from resnet8 import trained
+
+from steppe.analysis import Problem, top_eigs
 from steppe.analysis.hessian import Hessian
+from steppe.analysis.lanczos import Krylov
 
 Work = Callable[[], object]
-
-
-class Block(nn.Module):
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outside)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outside)
-        self.short: nn.Module = nn.Identity()
-        if stride > 1:
-            self.short = nn.Sequential(
-                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(out)) + self.short(x))
-
-
-def resnet8() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        Block(16, 16, 1),
-        Block(16, 32, 2),
-        Block(32, 64, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
-
-
-def trained(steps: int, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A net that has learned which of ten smooth patterns lies under the noise of an image."""
-    torch.manual_seed(0)
-    model = resnet8()
-    y = torch.randint(10, (samples,))
-    patterns = F.interpolate(torch.randn(10, 3, 4, 4), size=32, mode="bilinear")
-    x = patterns[y] + torch.randn(samples, 3, 32, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        rows = torch.arange(64) + 64 * step
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[rows % samples]), y[rows % samples]).backward()
-        optimizer.step()
-    return model.eval(), x, y
+Batches = list[tuple[Tensor, Tensor]]
+TOL = 1e-3
+POWER_STEPS = 25
+NAIVE = {
+    "a TensorDataset, batch 64": ["naive", "--batch", "64"],
+    "a TensorDataset, batch 256": ["naive", "--batch", "256"],
+    "images made into tensors one by one, batch 128": ["images", "--batch", "128"],
+}
+# What the naive loop would take if the allocator kept freed memory; glibc reads these at the start.
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**27)}
 
 
 def interleaved(rounds: int, **works: Work) -> dict[str, list[float]]:
@@ -99,32 +71,21 @@ def interleaved(rounds: int, **works: Work) -> dict[str, list[float]]:
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> dict[str, Any]:
-    ratios = sorted(a / b for a, b in zip(times[above], times[below], strict=True))
-    return {
-        "median": statistics.median(ratios),
-        "low": ratios[0],
-        "high": ratios[-1],
-        "n": len(ratios),
-        f"{above}_s": statistics.median(times[above]),
-        f"{below}_s": statistics.median(times[below]),
-    }
+    """Median and quartiles of the ratio within a round."""
+    return measure.summary([a / b for a, b in zip(times[above], times[below], strict=True)])
 
 
-def peer(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Any:
-    """PyHessian's operator, or None where it is not installed."""
+def peer(model: nn.Module, batches: Batches) -> Any:
+    """PyHessian's operator over several batches, or None where it is not installed."""
     try:
         from pyhessian import hessian
     except ImportError:
         return None
-    # Its single-batch form keeps the graph of the gradient; several batches go by a loader.
-    if len(batches) == 1:
-        return hessian(model, nn.CrossEntropyLoss(), data=batches[0], cuda=False)
     return hessian(model, nn.CrossEntropyLoss(), dataloader=batches, cuda=False)
 
 
-def product_times(problem: Problem, batches: list[tuple[Tensor, Tensor]], rounds: int) -> dict:
+def product_times(problem: Problem, batches: Batches, rounds: int) -> dict[str, Any]:
     model = problem.model
-    results: dict[str, Any] = {}
     v = torch.randn(problem.size, dtype=torch.float64)
     with problem.replica() as replica:
         ours, double = Hessian(replica), Hessian(replica, "backward")
@@ -135,9 +96,8 @@ def product_times(problem: Problem, batches: list[tuple[Tensor, Tensor]], rounds
                     F.cross_entropy(model(xb), yb)
 
         works: dict[str, Work] = {
-            "product": lambda: ours(v),
+            "ours": lambda: ours(v),
             "forward": forward,
-            "own_forward": replica.evaluate,
             "double_backward": lambda: double(v),
         }
         theirs = peer(model, batches)
@@ -145,107 +105,225 @@ def product_times(problem: Problem, batches: list[tuple[Tensor, Tensor]], rounds
             parts = [torch.randn_like(p) for p in model.parameters()]
             works["pyhessian"] = lambda: theirs.dataloader_hv_product(parts)
         times = interleaved(rounds, **works)
-    results["product_per_forward"] = ratio(times, "product", "forward")
-    results["product_per_own_forward"] = ratio(times, "product", "own_forward")
-    results["product_per_double_backward"] = ratio(times, "product", "double_backward")
-    results["mode"] = ours.mode
-    if theirs is not None:
-        results["product_per_pyhessian"] = ratio(times, "product", "pyhessian")
-    return results
-
-
-def eigenvalue_products(problem: Problem, batches: list[tuple[Tensor, Tensor]], most: int) -> dict:
-    """Products spent until the largest eigenvalue is right to 1e-3."""
-    exact = top_eigs(problem, tol=1e-6 if most > 2 else 0.5).values[0].item()
-    ours = top_eigs(problem, tol=1e-3 if most > 2 else 0.5)
-    results = {
-        "largest": exact,
-        "ours": ours.products,
-        "our_error": abs(ours.values[0].item() - exact) / exact,
+    others = [name for name in works if name != "ours"]
+    return {
+        "batches": f"{len(batches)} of {len(batches[0][0])}",
+        "mode": ours.mode,
+        "seconds": {name: measure.summary(values) for name, values in times.items()},
+        "ours_over": {name: ratio(times, "ours", name) for name in others},
+        "bars": {"pyhessian": 1.0, "forward": 9.0},
     }
-    theirs = peer(problem.model, batches)
-    if theirs is not None:
-        count = 0
-        product = theirs.dataloader_hv_product
-
-        def counted(v: list[Tensor]) -> Any:
-            nonlocal count
-            count += 1
-            return product(v)
-
-        theirs.dataloader_hv_product = counted
-        values, _ = theirs.eigenvalues(maxIter=most, tol=1e-3)
-        results |= {"pyhessian": count, "pyhessian_error": abs(values[0] - exact) / exact}
-    return results
 
 
-def landscape_times(problem: Problem, n: int, rounds: int) -> dict[str, Any]:
-    """Our landscape against what one writes first: load_state_dict and a DataLoader."""
-    model, (x, y) = problem.model, problem.data
-    loader = DataLoader(TensorDataset(x, y), batch_size=128)
-    names = [name for name, _ in model.named_parameters()]
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    centre = [state[name] for name in names]
-    d1, d2 = (filter_normalised(centre, seed) for seed in (0, 1))
-    axis = torch.linspace(-1, 1, n, dtype=torch.float64).tolist()
-    surface = torch.zeros(n, n, dtype=torch.float64)
+def needed(estimates: list[float], exact: float) -> int | None:
+    """Products after which all estimates are right to TOL; None if the last one is not."""
+    wrong = [i for i, value in enumerate(estimates) if abs(value - exact) > TOL * abs(exact)]
+    first = wrong[-1] + 1 if wrong else 0
+    return first + 1 if first < len(estimates) else None
 
-    def naive() -> None:
-        with torch.no_grad():
-            for i, a in enumerate(axis):
-                for j, b in enumerate(axis):
-                    moved = zip(names, centre, d1, d2, strict=True)
-                    point = {name: w + a * u + b * v for name, w, u, v in moved}
-                    model.load_state_dict({**state, **point})
-                    total = sum(F.cross_entropy(model(p), q).item() * len(p) for p, q in loader)
-                    surface[i, j] = total / len(x)
-        model.load_state_dict(state)
 
-    ours: list[Tensor] = []
-    times = interleaved(
-        rounds, naive=naive, landscape=lambda: ours.append(landscape(problem, n=n).loss)
-    )
-    result = ratio(times, "naive", "landscape")
-    result["largest_relative_difference"] = float(((ours[-1] - surface) / surface).abs().max())
+def eigenvalue_products(quick: bool, seeds: int = 2) -> dict[str, Any]:
+    """The largest eigenvalue of nets at several stages of training, from several random starts."""
+    stages = {"trained 2 steps": 2} if quick else {}
+    stages |= {} if quick else {"untrained": 0, "trained 10 steps": 10, "trained 150 steps": 150}
+    results: dict[str, Any] = {}
+    for stage, steps in stages.items():
+        model, x, y = trained(steps, 32 if quick else 256)
+        batches = list(zip(x.split(64), y.split(64), strict=True))
+        problem = Problem(model, F.cross_entropy, (x, y))
+        best = top_eigs(problem, 1 if quick else 2, tol=0.5 if quick else 1e-5)
+        exact = best.values[0].item()
+        searches = [
+            our_search(problem, exact, seed, quick) for seed in range(1 if quick else seeds)
+        ]
+        found = {"largest": best.values.tolist(), "residuals": best.residuals.tolist()}
+        theirs = peer(model, batches)
+        results[stage] = {**found, "top_eigs": searches}
+        if theirs is not None:
+            count = 1 if quick else seeds
+            results[stage]["pyhessian"] = [
+                their_search(theirs, exact, seed, quick) for seed in range(count)
+            ]
+        print(stage, json.dumps(results[stage]), flush=True)
+    return {"tol": TOL, "stages": results}
+
+
+def our_search(problem: Problem, exact: float, seed: int, quick: bool) -> dict[str, Any]:
+    result = top_eigs(problem, tol=0.5 if quick else TOL, seed=seed)
+    with problem.replica() as replica:
+        hessian = Hessian(replica)
+        krylov = Krylov(hessian.size, hessian.eps, seed)
+        estimates = []
+        for _ in range(result.products):
+            krylov.step(hessian)
+            estimates.append(krylov.ritz()[0][-1].item())
+    error = abs(result.values[0].item() - exact) / abs(exact)
+    return {"needed": needed(estimates, exact), "stopped": result.products, "error": error}
+
+
+def their_search(theirs: Any, exact: float, seed: int, quick: bool) -> dict[str, Any]:
+    """Their loop, listened to and not stopped; then where its own rule would have stopped it."""
+    product = theirs.dataloader_hv_product
+    estimates: list[float] = []
+
+    def heard(v: list[Tensor]) -> Any:
+        value, Hv = product(v)
+        estimates.append(float(value))
+        return value, Hv
+
+    theirs.dataloader_hv_product = heard
+    try:
+        torch.manual_seed(seed)
+        theirs.eigenvalues(maxIter=2 if quick else POWER_STEPS, tol=0.0)
+    finally:
+        theirs.dataloader_hv_product = product
+    # It stops when the relative change is below tol, and returns the value before the change.
+    changes = [abs(a - b) / (abs(a) + 1e-6) for a, b in pairwise(estimates)]
+    last = next((i for i, change in enumerate(changes) if change < TOL), None)
+    result: dict[str, Any] = {"needed": needed(estimates, exact), "stopped": None, "error": None}
+    if last is not None:
+        error = abs(estimates[last] - exact) / abs(exact)
+        result |= {"stopped": last + 2, "error": error}
     return result
+
+
+class Diagonal(nn.Module):
+    """`sum_i lambda_i w_i² / 2`; to a random starting vector no worse than a rotated matrix."""
+
+    def __init__(self, eigenvalues: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("eigenvalues", eigenvalues)
+        self.w = nn.Parameter(torch.zeros_like(eigenvalues))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (0.5 * self.eigenvalues * self.w.square()).sum().expand(len(x))
+
+
+def hard_spectrum(kind: str, seed: int, n: int = 200) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+
+    def uniform(count: int) -> Tensor:
+        return torch.rand(count, generator=draw, dtype=torch.float64)
+
+    small = 0.1 * uniform(n - 9) - 0.02
+    return {
+        "no gap": lambda: uniform(n),
+        "cluster": lambda: torch.cat([5 + 0.02 * uniform(4), uniform(n - 4)]),
+        "tight cluster": lambda: torch.cat(
+            [5 + 0.002 * uniform(6), 4.9 + 0.01 * uniform(3), uniform(n - 9)]
+        ),
+        "outliers": lambda: torch.cat(
+            [torch.logspace(1.5, 0.3, 9).double() * (1 + 0.3 * uniform(9)), small]
+        ),
+        "close outliers": lambda: torch.cat(
+            [torch.tensor([30, 29.5, 29, 20, 15, 8, 5, 4, 3]).double(), small]
+        ),
+    }[kind]()
+
+
+def stopping(searches: int) -> dict[str, Any]:
+    """Of so many searches each: errors above the reported residual, and the mean of products."""
+    data = torch.zeros(1, 1), torch.zeros(1)
+    results: dict[str, Any] = {}
+    for kind in ("no gap", "cluster", "tight cluster", "outliers", "close outliers"):
+        for tol in (1e-2, 1e-3, 1e-5):
+            missed = products = 0
+            for seed in range(searches):
+                eigenvalues = hard_spectrum(kind, seed)
+                problem = Problem(Diagonal(eigenvalues), lambda out, y: out.mean(), data)
+                found = top_eigs(problem, tol=tol, seed=seed, mode="backward", progress=False)
+                error = abs(found.values[0].item() - eigenvalues.max().item())
+                missed += error > found.residuals[0].item()
+                products += found.products
+            row = {"missed": missed, "products": products / searches, "n": searches}
+            results[f"{kind}, tol {tol:g}"] = row
+            print(f"{kind}, tol {tol:g}: {row}", flush=True)
+    total = sum(row["missed"] for row in results.values())
+    return {"missed": total, "searches": searches * len(results), "spectra": results}
+
+
+def plane(arguments: list[str], grid: int, quick: bool, **environ: str) -> dict[str, Any]:
+    """Seconds and losses of one plane in a process of its own."""
+    command = [sys.executable, str(Path(__file__).parent / "plane.py"), *arguments]
+    command += ["--grid", str(grid), *(["--samples", "32", "--steps", "2"] if quick else [])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environ}
+    )
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def landscape_times(grid: int, rounds: int, quick: bool, before: dict[str, Any]) -> dict[str, Any]:
+    """Whole planes in turns; and what other naive loops take for a point, on smaller planes."""
+    seconds: dict[str, list[float]] = before.get("seconds", {"ours": [], "naive": []})
+    variants: dict[str, list[float]] = before.get("ms_a_point", {})
+    for _ in range(rounds):
+        planes = {who: plane([who], grid, quick) for who in ("ours", "naive")}
+        for who, found in planes.items():
+            seconds[who].append(found["seconds"])
+        print({who: values[-1] for who, values in seconds.items()}, flush=True)
+        side = 2 if quick else 5
+        for name, arguments in NAIVE.items():
+            took = plane(arguments, side, quick)["seconds"]
+            variants.setdefault(name, []).append(1e3 * took / side**2)
+        kept = plane(["naive"], side, quick, **KEEP)["seconds"]
+        name = "a TensorDataset, batch 128, allocator told to keep memory"
+        variants.setdefault(name, []).append(1e3 * kept / side**2)
+    ours, theirs = (torch.tensor(planes[who]["loss"]).double() for who in ("ours", "naive"))
+    return {
+        "grid": grid,
+        "naive": "a TensorDataset, batch 128",
+        "seconds": seconds,
+        "naive_over_ours": ratio(seconds, "naive", "ours"),
+        "ms_a_point": variants,
+        "ms_a_point_ours": [1e3 * s / grid**2 for s in seconds["ours"]],
+        "largest_relative_difference": float(((ours - theirs) / theirs).abs().max()),
+        "bar": 3.0,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, help="write the numbers here as JSON")
+    known = ("product", "eigenvalue", "stopping", "landscape")
+    parser.add_argument("sections", nargs="*", default=list(known), help=f"of {', '.join(known)}")
+    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     parser.add_argument("--quick", action="store_true", help="a smoke run: numbers mean nothing")
     parser.add_argument("--grid", type=int, default=25, help="points of a side of the landscape")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the landscapes")
+    parser.add_argument("--rounds", type=int, default=1, help="of whole landscapes")
+    parser.add_argument("--more", action="store_true", help="add rounds to those in the file")
     options = parser.parse_args()
+    if unknown := set(options.sections) - set(known):
+        parser.error(f"unknown section {', '.join(unknown)}; known are {', '.join(known)}")
     torch.set_num_threads(1)
     quick = options.quick
-    samples, size, grid, rounds = 256, 64, options.grid, options.rounds
-    if quick:
-        samples, size, grid, rounds = 32, 16, 2, 1
-    model, x, y = trained(steps=2 if quick else 150, samples=samples)
-    problem = Problem(model, F.cross_entropy, (x, y), microbatch=64)
+    crowded = measure.busy()
+    path = options.out or measure.RESULTS / "analysis.json"
+    report: dict[str, Any] = {}
+    if path.exists() and not quick:
+        # Sections take minutes each and may be measured one by one; each says when.
+        report = {k: v for k, v in json.loads(path.read_text()).items() if k in known}
+    before = report.get("landscape", {}) if options.more else {}
+    model, x, y = trained(2 if quick else 150, 32 if quick else 256)
+    problem = Problem(model, F.cross_entropy, (x, y))
+    size = 16 if quick else 64
     batches = list(zip(x.split(size), y.split(size), strict=True))
-    report: dict[str, Any] = {
-        "quick": quick,
-        "parameters": problem.size,
-        "samples": samples,
-        "grid": grid,
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-        "loss": problem.value(),
+    grid, rounds = (2, 1) if quick else (options.grid, options.rounds)
+    works: dict[str, Callable[[], dict[str, Any]]] = {
+        "product": lambda: product_times(problem, batches, 1 if quick else 15),
+        "eigenvalue": lambda: eigenvalue_products(quick),
+        "stopping": lambda: stopping(1 if quick else 100),
+        "landscape": lambda: landscape_times(grid, rounds, quick, before),
     }
-    sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "product": lambda: product_times(problem, batches, 1 if quick else 4 * rounds),
-        "landscape": lambda: landscape_times(problem, grid, rounds),
-        "eigenvalue": lambda: eigenvalue_products(problem, batches, 2 if quick else 100),
-    }
-    for name, section in sections.items():
-        # Written after each: a run that is cut short keeps what it has measured.
-        report[name] = {**section(), "load": os.getloadavg()}
-        text = json.dumps(report, indent=2)
-        if options.output:
-            options.output.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    for name in options.sections:
+        report[name] = {**works[name](), "measured": measure.environment()}
+    print(json.dumps({name: report[name] for name in options.sections}, indent=2))
+    timed = set(options.sections) & {"product", "landscape"}
+    if timed and crowded and options.out is None:
+        print("The machine was busy before the run: not published (give --out to keep it).")
+        return
+    net = {"network": "ResNet-8, width 16", "parameters": problem.size, "samples": len(x)}
+    found = {"threads": 1, "clock": "processor seconds", "quick": quick, **net, **report}
+    print("written to", measure.write("analysis", found, options.out))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def span(s: dict[str, float], digits: int = 1, by: float = 1.0) -> str:
 
 
 def source(result: Result, script: str) -> str:
-    threads = f", {result['threads']} threads" if "threads" in result else ""
+    count = result.get("threads")
+    threads = f", {count} thread{'s' * (count != 1)}" if count else ""
     return (
         f"`python benchmarks/{script}.py`, {result['machine']}{threads}, torch {result['torch']}, "
         f"{result['date']}.\n"

@@ -15,6 +15,7 @@ COMMANDS = {
     "data": ["data.py", "--quick"],
     "scaling": ["scaling.py", "--quick"],
     "imports": ["imports.py", "--quick"],
+    "analysis": ["analysis.py", "--quick"],
 }
 
 

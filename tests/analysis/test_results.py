@@ -22,6 +22,7 @@ from steppe.analysis import (
     spectrum,
     top_eigs,
 )
+from steppe.analysis.progress import Progress
 
 from .known import quadratic, rotated, settled_net
 
@@ -30,10 +31,9 @@ LONG = {
     "top_eigs": lambda p, **o: top_eigs(p, k=3, tol=1e-4, **o),
     "spectrum": lambda p, **o: spectrum(p, steps=8, probes=3, **o),
     "radius": lambda p, **o: perturbation_curve(p, [0.1, 0.2], batch=5, directions=3, steps=2, **o),
-}
-SHORT = {
-    "interpolate": lambda p: interpolate(p, p.model, n=3),
-    "sharpness": lambda p: sharpness(p, steps=1),
+    "interpolate": lambda p, **o: interpolate(p, settled_net("conv", seed=1)[0], n=9, **o),
+    "worst": lambda p, **o: sharpness(p, m=1, steps=1, **o),
+    "average": lambda p, **o: sharpness(p, case="average", m=5, draws=9, **o),
 }
 
 
@@ -53,7 +53,7 @@ def same(a, b, *, but=()):
             assert v == w or (v != v and w != w)
 
 
-@pytest.mark.parametrize("make", {**LONG, **SHORT}.values(), ids={**LONG, **SHORT})
+@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
 def test_results_load_as_they_were_saved(make, tmp_path):
     result = make(net_problem())
     path = result.save(tmp_path / "deep" / "result.npz")
@@ -115,6 +115,26 @@ def test_a_checkpoint_of_another_analysis_is_refused(tmp_path, monkeypatch):
     store.save(lambda: {"done": torch.tensor(2)})
     with pytest.raises(ValueError, match=r"n was 3, is 5.*Delete it"):
         landscape(net_problem(), n=5, checkpoint=path)
+
+
+def test_a_line_to_another_net_is_refused(tmp_path):
+    path = tmp_path / "half.npz"
+    origin = net_problem().describe()
+    settings = {"analysis": "interpolate", "n": 3, "start": 0.0, "end": 1.0, **origin}
+    store = checkpoint.Checkpoint(path, {**settings, "other": "another"}, every=0.0)
+    store.save(lambda: {"rows": torch.zeros(1, 2)})
+    with pytest.raises(ValueError, match=r"other was 'another', is '[0-9a-f]{16}'"):
+        interpolate(net_problem(), settled_net("conv", seed=1)[0], n=3, checkpoint=path)
+
+
+def test_a_resumed_bar_counts_what_is_left(capsys):
+    bar = Progress("scan", 8, show=True)
+    bar.start(net_problem(), part=0.5)
+    bar.step()
+    bar.close()
+    shown = capsys.readouterr().err
+    assert "scan: 8 forwards, 4 to go" in shown
+    assert "62%" in shown
 
 
 def test_the_estimate_counts_what_torch_counts():

@@ -126,7 +126,9 @@ def test_trade_off_and_sensitivity_come_from_sweeps(capsys, tmp_path, monkeypatc
     for method in ("rwp", "m-rwp"):
         sweep = ["sweep", "digits", "--method", method, "--over", "ratio=.3,.6", *quick]
         says(capsys, *sweep, "--out", f"{method}.json")
-    says(capsys, "figure", "3", "rwp.json", "m-rwp.json")
+    says(capsys, "sweep", "digits", "--method", "rwp", "--over", "sigma=.01", *quick)
+    shown = says(capsys, "figure", "3", "rwp.json", "m-rwp.json", "digits-rwp-*")
+    assert "figure 3 goes by ratio; experiments left out: 1 by sigma" in shown
     assert "lacks two or more strengths of m-rwp" in says(capsys, "figure", "3", "rwp.json", code=2)
     grid = ["--over", "eta=.1,1", "--over", "beta=.9,.99"]
     says(capsys, "sweep", "digits", "--method", "arwp", *grid, *quick)

@@ -8,7 +8,9 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from steppe.analysis import Result
 from steppe.lab.runs import Run
+from steppe.report import minima
 from steppe.report.gathered import Gathered
 from steppe.report.maps import contour, grid_of, heights_of
 from steppe.report.page import page
@@ -206,3 +208,16 @@ def test_one_seed_a_diverged_row_and_a_metric_that_should_be_low(in_lab, tmp_pat
     assert "Diverged: SGD (lr 1e+30) in 1 of 1 seeds." in words
     assert "nan" not in re.findall(r"[a-z]+", words.lower())
     assert not re.search(r'[ "](nan|inf)[ "]', made)
+
+
+def test_analyses_of_other_samples_are_told_apart():
+    """Six surfaces of which one was made on other data looked like one measurement."""
+    origin = {"samples": 400, "parameters": 10, "bn": "eval", "data_hash": "a"}
+    few = {**origin, "samples": 256, "data_hash": "b"}
+    same, other = Result(origin=origin), Result(origin=few)
+    assert minima._origin([same, same]) == (
+        "Measured on 400 samples without augmentation, 10 weights, BatchNorm mode eval."
+    )
+    told = minima._origin([same, other])
+    assert told.startswith("Not measured alike: on 400 samples")
+    assert "256 samples" in told

@@ -31,6 +31,11 @@ def test_curves_are_means_over_seeds(groups):
     assert "perturbed" in figure.axes[0].get_ylabel()
 
 
+def test_strengths_of_several_kinds_do_not_share_an_axis(groups):
+    with pytest.raises(ValueError, match="several kinds cannot share an axis: ratio, rho"):
+        generalisation_figure({"RWP": [groups["rwp"]], "SAM": [groups["sam"]]})
+
+
 def test_the_gap_keeps_its_sign(groups):
     """With noisy training labels the test accuracy can be the higher one."""
     figure = generalisation_figure({"RWP": [groups["rwp"]], "m-RWP": [groups["m-rwp"]]})

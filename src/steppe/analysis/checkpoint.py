@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steppe.analysis.results import read_npz, write_npz
@@ -49,6 +50,17 @@ class Checkpoint:
         arrays = {name: tensor.numpy() for name, tensor in state().items()}
         write_npz(self.path, {"checkpoint": self.settings}, arrays)
         self._written = time.monotonic()
+
+    def rows(
+        self, count: int, row: Callable[[int], Tensor], begin: Callable[[float], None]
+    ) -> Tensor:
+        """`row(0), row(1), …` stacked, going on after those stored; `begin` hears their share."""
+        done = list(self.load().get("rows", ()))
+        begin(len(done) / count)
+        for index in range(len(done), count):
+            done.append(row(index))
+            self.save(lambda: {"rows": torch.stack(done)})
+        return torch.stack(done)
 
     def remove(self) -> None:
         """The analysis is done: what counts now is its result."""

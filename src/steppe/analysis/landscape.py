@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import filter_normalised, length
 from steppe.analysis.fold import Folded
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, digest
 from steppe.analysis.progress import Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -106,7 +105,6 @@ def landscape(
             return [w.add(u, alpha=a).add_(v, alpha=b) for w, u, v in moved]
 
         scanner = Folded(replica) if fast else replica
-        bar.start(problem, "forwards")
         scanner.place(replica.centre)
         centre = scanner.evaluate()[0]
         loss, accuracy = _scan(scanner, weights, n * n, store, bar)
@@ -129,6 +127,7 @@ def interpolate(
     *,
     start: float = 0.0,
     end: float = 1.0,
+    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Line:
     """The loss along the straight line from the problem's weights to another model's.
@@ -140,11 +139,15 @@ def interpolate(
     if n < 2 or not end > start:
         raise ValueError(f"n must be at least 2 and end above start, got {n}, {start}, {end}.")
     target = _state_of(other)
+    origin = problem.describe()
     t = torch.linspace(start, end, n, dtype=torch.float64)
     bar = Progress("interpolate", n, progress)
     with problem.replica() as replica:
         ends = [_entry(target, name, w) for name, w in _named_weights(replica)]
         buffers = [] if problem.params else _statistics(replica, target)
+        settings = {"analysis": "interpolate", "n": n, "start": start, "end": end, **origin}
+        settings["other"] = digest([*ends, *(there for _, _, there in buffers)])
+        store = Checkpoint(checkpoint, settings)
 
         def weights(index: int) -> list[Tensor]:
             step = t[index].item()
@@ -152,9 +155,9 @@ def interpolate(
                 buffer.copy_(torch.lerp(here, there, step))
             return [torch.lerp(w, e, step) for w, e in zip(replica.centre, ends, strict=True)]
 
-        bar.start(problem, "forwards")
-        loss, accuracy = _scan(replica, weights, n, Checkpoint(None, {}), bar)
-    return Line(origin=problem.describe(), t=t, loss=loss, accuracy=accuracy)
+        loss, accuracy = _scan(replica, weights, n, store, bar)
+    store.remove()
+    return Line(origin=origin, t=t, loss=loss, accuracy=accuracy)
 
 
 def _scan(
@@ -165,21 +168,18 @@ def _scan(
     bar: Progress,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss and accuracy at each of `total` points, going on from a checkpoint if there is one."""
-    stored = store.load()
-    loss = stored.get("loss", torch.full((total,), math.nan, dtype=torch.float64))
-    accuracy = stored.get("accuracy", torch.full((total,), math.nan, dtype=torch.float64))
-    bar.done = int(stored.get("done", torch.tensor(0)))
-    classes = not stored or bool(torch.isfinite(accuracy[: bar.done]).any())
-    for index in range(bar.done, total):
+    problem = (scanner.replica if isinstance(scanner, Folded) else scanner).problem
+
+    def row(index: int) -> Tensor:
         scanner.place(weights(index))
-        loss[index], right = scanner.evaluate()
-        classes = right is not None
-        accuracy[index] = math.nan if right is None else right
+        loss, right = scanner.evaluate()
         bar.step()
-        state = {"loss": loss, "accuracy": accuracy, "done": torch.tensor(index + 1)}
-        store.save(partial(dict, state))
+        return torch.tensor([loss, math.nan if right is None else right], dtype=torch.float64)
+
+    rows = store.rows(total, row, lambda part: bar.start(problem, part=part))
     bar.close()
-    return loss, accuracy if classes else None
+    loss, accuracy = rows.unbind(1)
+    return loss, None if accuracy.isnan().all() else accuracy
 
 
 def _checked(direction: Sequence[Tensor], replica: Replica) -> list[Tensor]:

@@ -92,8 +92,8 @@ class Problem:
         """What a result needs to say about where it comes from."""
         return {
             "samples": self.samples,
-            "data_hash": _digest(self.data),
-            "weights_hash": _digest(p for _, p in self.model.named_parameters()),
+            "data_hash": digest(self.data),
+            "weights_hash": digest(p for _, p in self.model.named_parameters()),
             "bn": self.bn,
             "parameters": self.size,
             "params": list(self.names) if self.params is not None else None,
@@ -182,7 +182,7 @@ def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> li
     return [name for name in named if name in chosen]
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
+def digest(tensors: Iterable[Tensor]) -> str:
     """The first 16 hex digits of a hash over values, shapes and types."""
     sha = hashlib.sha256()
     for tensor in tensors:

@@ -79,12 +79,22 @@ class Progress:
     show: bool | None = None
     done: float = 0
 
-    def start(self, problem: Problem, unit: Literal["forwards", "gradients", "products"]) -> None:
+    def start(
+        self,
+        problem: Problem,
+        unit: Literal["forwards", "gradients", "products"] = "forwards",
+        *,
+        part: float = 0.0,
+    ) -> None:
+        """Say what is left to do; `part` of it (0 to 1) was done before a stop."""
+        self.done = part * self.total
         if self.show is None:
             self.show = sys.stderr.isatty()
         if self.show:
-            counts = {unit: max(self.total - int(self.done), 1)}
-            sys.stderr.write(f"{self.label}: {self.total} {unit}, {estimate(problem, **counts)}\n")
+            left = max(self.total - int(self.done), 1)
+            rest = f"{left} to go, " if part else ""
+            cost = estimate(problem, **{unit: left})
+            sys.stderr.write(f"{self.label}: {self.total} {unit}, {rest}{cost}\n")
         self._begin = time.monotonic()
         self._first = self.done
 

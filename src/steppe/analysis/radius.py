@@ -97,7 +97,11 @@ def perturbation_curve(
         base = replica.evaluate()[0]
         scan = _Scan(replica, Hessian(replica), lengths, base, steps, bar, len(blocks))
         rows = store.load()
-        bar.start(problem, "forwards")
+        work = {
+            k: passes([k], count, steps) / (count if k == "random" else len(blocks)) for k in kinds
+        }
+        done = sum(len(rows.get(kind, ())) * work[kind] for kind in kinds)
+        bar.start(problem, part=done / passes(kinds, count, steps))
         for kind in kinds:
             places: Sequence[Any] = blocks
             if kind == "random":

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from steppe.analysis.heap import keep_pages
+
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
 
@@ -21,6 +23,7 @@ class Replica:
     """
 
     def __init__(self, problem: Problem) -> None:
+        keep_pages()
         self.problem = problem
         self.model = _copy(problem.model)
         self.device = next(self.model.parameters()).device

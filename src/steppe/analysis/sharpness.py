@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.ascent import asam_scales, ascend, sam_direction
+from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import random_like
 from steppe.analysis.means import weighted_mean
 from steppe.analysis.problem import Problem
@@ -51,6 +53,7 @@ def sharpness(
     draws: int = 16,
     steps: int = 10,
     seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Sharpness:
     """m-sharpness: the rise `L_S(w + eps) - L_S(w)` over parts S of m samples, averaged over S.
@@ -77,78 +80,64 @@ def sharpness(
     edges = [round(i * problem.samples / parts) for i in range(parts + 1)]
     rows = [slice(a, b) for a, b in pairwise(edges)]
     sizes = [float(b - a) for a, b in pairwise(edges)]
+    settings: dict[str, Any] = {"rho": rho, "case": case, "m": m, "adaptive": adaptive}
+    settings |= {"draws": draws, "steps": steps, "seed": seed, "origin": problem.describe()}
+    store = Checkpoint(checkpoint, {"analysis": "sharpness", **settings})
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
-    bar.start(problem, "forwards")
     with problem.replica() as replica:
-        scales = asam_scales(replica) if adaptive else None
-        base = _losses(replica, rows)
+        scan = _Scan(replica, rows, asam_scales(replica) if adaptive else None, bar)
+        base = scan.losses()
+
+        def begin(part: float) -> None:
+            bar.start(problem, part=part)
+
         if case == "worst":
-            rises = _worst(replica, rows, rho, steps, scales, bar) - base
+            rises = store.rows(len(rows), lambda i: scan.worst(i, rho, steps), begin) - base
             value, error = weighted_mean(rises, sizes)
         else:
-            every = _average(replica, rows, rho, draws, seed, scales, bar) - base
+            std = rho / math.sqrt(problem.size)
+            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), begin) - base
             rises = every.mean(0)
             value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
     bar.close()
-    return Sharpness(
-        origin=problem.describe(),
-        value=value.item(),
-        error=error.item(),
-        rises=rises,
-        rho=rho,
-        case=case,
-        m=m,
-        adaptive=adaptive,
-        draws=draws,
-        steps=steps,
-        seed=seed,
-    )
+    store.remove()
+    return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)
 
 
-def _worst(
-    replica: Replica,
-    rows: list[slice],
-    rho: float,
-    steps: int,
-    scales: list[Tensor] | None,
-    bar: Progress,
-) -> Tensor:
-    worst = []
-    for part in rows:
-        start, _ = sam_direction(replica, part, scales)
-        worst.append(ascend(replica, part, rho, steps, start=start, scales=scales)[0])
-        bar.step(by=bar.total / len(rows))
-    return torch.tensor(worst, dtype=torch.float64)
+@dataclass
+class _Scan:
+    """Losses of the parts of the samples, at displaced weights."""
 
+    replica: Replica
+    parts: list[slice]
+    scales: list[Tensor] | None
+    bar: Progress
 
-def _average(
-    replica: Replica,
-    rows: list[slice],
-    rho: float,
-    draws: int,
-    seed: int,
-    scales: list[Tensor] | None,
-    bar: Progress,
-) -> Tensor:
-    """The loss of each part (columns) for each draw (rows), a mean over both signs.
+    def losses(self) -> Tensor:
+        return torch.tensor([self.replica.evaluate(p)[0] for p in self.parts], dtype=torch.float64)
 
-    All parts see the same draws: an expectation needs no direction of its own for each.
-    """
-    std = rho / math.sqrt(replica.problem.size)
-    losses = torch.zeros(draws, len(rows), dtype=torch.float64)
-    for i in range(draws):
-        eps = random_like(replica.centre, seed + i)
-        if scales is not None:
-            eps = [e * c for e, c in zip(eps, scales, strict=True)]
+    def worst(self, part: int, rho: float, steps: int) -> Tensor:
+        """The largest loss that ascent finds for one part."""
+        rows = self.parts[part]
+        start, _ = sam_direction(self.replica, rows, self.scales)
+        loss, _ = ascend(self.replica, rows, rho, steps, start=start, scales=self.scales)
+        self.bar.step(by=self.bar.total / len(self.parts))
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def both_ways(self, seed: int, std: float) -> Tensor:
+        """The loss of each part under one draw, a mean over both signs.
+
+        All parts see the same draws: an expectation needs no direction of its own for each.
+        """
+        eps = random_like(self.replica.centre, seed)
+        if self.scales is not None:
+            eps = [e * c for e, c in zip(eps, self.scales, strict=True)]
+        total = torch.zeros(len(self.parts), dtype=torch.float64)
         for sign in (std, -std):
-            replica.offset(eps, sign)
-            losses[i] += _losses(replica, rows) / 2
-            bar.step()
-    return losses
-
-
-def _losses(replica: Replica, rows: list[slice]) -> Tensor:
-    return torch.tensor([replica.evaluate(part)[0] for part in rows], dtype=torch.float64)
+            self.replica.offset(eps, sign)
+            total += self.losses() / 2
+            self.bar.step()
+        return total
 
 
 def _check(rho: float, case: str, m: int, draws: int, steps: int) -> None:

@@ -131,8 +131,8 @@ def _rules(
     stored = store.load()
     finished = int(stored["finished"]) if stored else 0
     kept = [stored[f"rule{i}"] for i in range(finished)]
-    bar.done = finished * depth + (len(stored["alpha"]) if stored else 0)
-    bar.start(hessian.replica.problem, "products")
+    done = finished * depth + (len(stored["alpha"]) if stored else 0)
+    bar.start(hessian.replica.problem, "products", part=done / (depth * probes))
     for probe in range(finished, probes):
         krylov = Krylov(hessian.size, hessian.eps, seed + 7919 * probe)
         if stored and probe == finished:

@@ -254,6 +254,7 @@ class SharpnessOf(Analysis):
             draws=self.draws,
             steps=self.steps,
             seed=self.seed,
+            checkpoint=checkpoint,
             progress=progress,
         )
 

@@ -57,6 +57,18 @@ def line_style(index: int) -> dict[str, Any]:
     }
 
 
+def plain_ticks(axis: Any) -> None:
+    """Write 0.6, not 6 x 10^-1, on a logarithmic axis of few decades."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def _num_to_string(self, x: float, vmin: float, vmax: float) -> str:
+            return f"{x:g}"
+
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(Plain(minor_thresholds=(2, 0.5)))
+
+
 def named(results: T | Mapping[str, T]) -> dict[str, T]:
     """Results by name; a bare one has no name."""
     by_name: dict[str, T] = dict(results) if isinstance(results, Mapping) else {"": results}

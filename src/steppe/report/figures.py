@@ -15,7 +15,15 @@ import torch
 
 from steppe import theory
 from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
-from steppe.report.canvas import COLOURS, SURFACE, line_style, named, panels, save_figure
+from steppe.report.canvas import (
+    COLOURS,
+    SURFACE,
+    line_style,
+    named,
+    panels,
+    plain_ticks,
+    save_figure,
+)
 
 __all__ = [
     "landscape_figure",
@@ -55,7 +63,9 @@ def landscape_figure(
         axis.set_title(f"{name} ({result.holes} not finite)" if result.holes else name)
         axis.set_xlabel("along $d_2$")
         axis.set_ylabel("along $d_1$")
-    figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label=value, shrink=0.85)
+    bar = figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label=value, shrink=0.85)
+    if bar.ax.get_yscale() == "log":
+        plain_ticks(bar.ax.yaxis)
     return figure
 
 
@@ -73,6 +83,7 @@ def slice_figure(results: Landscape | Line | Mapping[str, Landscape | Line]) -> 
     axis.set_ylabel("loss")
     if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in by_name.values()):
         axis.set_yscale("log")
+        plain_ticks(axis.yaxis)
     if any(by_name):
         axis.legend(frameon=False)
     return figure
@@ -142,7 +153,8 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
             axis.set_yscale("log")
         axis.set_title(f"{name}, batch {result.batch}, n = {result.origin['samples']}")
         axis.set_xlabel(r"perturbation radius $\|\epsilon\|$")
-    axes[0].set_ylabel("expected loss (wide pale lines: second order)")
+    figure.supylabel("expected loss", fontsize="medium")
+    axes[0].plot([], [], color="grey", linewidth=3, alpha=0.4, label="second order")
     axes[0].legend(frameon=False)
     return figure
 

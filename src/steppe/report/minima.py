@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from steppe.analysis import Landscape, RadiusCurve, Sharpness, Spectrum
+from steppe.analysis import Landscape, RadiusCurve, Result, Sharpness, Spectrum
 from steppe.report.charts import (
     BOTTOM,
     HEIGHT,
@@ -72,7 +73,7 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
               f"{'logarithmic ' if heights.log else ''}scale for all:"), class_="note")
         + scale_bar(heights)
         + tag("div", *maps, class_="grid maps")
-        + tag("p", text(_origin(next(iter(surfaces.values())).origin)), class_="note")
+        + tag("p", text(_origin(surfaces.values())), class_="note")
     )  # fmt: skip
     return Section("landscapes", "Landscapes", body)
 
@@ -125,7 +126,7 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
     header = ("method", "largest eigenvalue", "smallest", "trace ± error", "products", "BatchNorm")
     about = (
         "All on common axes: the narrower, the flatter. The density is smoothed and logarithmic. "
-        + _origin(next(iter(spectra.values())).origin)
+        + _origin(spectra.values())
     )
     body = columns(charts) + html_table(header, rows) + tag("p", text(about), class_="note")
     return Section("spectra", "Spectra of the Hessian", body)
@@ -150,7 +151,7 @@ def radius_section(gathered: Gathered) -> Section | Absent:
     first = next(iter(curves.values()))
     about = (
         f"Bars: standard errors, over {first.directions} pairs of directions or over batches of "
-        f"{first.batch}. Pale lines: second-order theory. {_origin(first.origin)}"
+        f"{first.batch}. Pale lines: second-order theory. {_origin(curves.values())}"
     )
     named = [Series(gathered.rows[i].label, i, ()) for i in curves]
     body = legend(named) + columns(charts) + tag("p", text(about), class_="note")
@@ -185,10 +186,8 @@ def sharpness_section(gathered: Gathered) -> Section | Absent:
         for index, row in cells.items():
             one = values.get(index)
             row.append("–" if one is None else f"{shown(one.value)} ± {shown(one.error, 2)}")
-    first = next(iter(next(iter(found.values())).values()))
-    body = html_table(header, list(cells.values())) + tag(
-        "p", text(_origin(first.origin)), class_="note"
-    )
+    every = [one for values in found.values() for one in values.values()]
+    body = html_table(header, list(cells.values())) + tag("p", text(_origin(every)), class_="note")
     return Section("sharpness", "Sharpness", body)
 
 
@@ -196,9 +195,19 @@ def _of(gathered: Gathered, name: str, kind: type[Any]) -> dict[int, Any]:
     return {row: r for row, r in gathered.results(name).items() if isinstance(r, kind)}
 
 
-def _origin(origin: dict[str, Any]) -> str:
-    """On what it was measured."""
+def _origin(results: Iterable[Result]) -> str:
+    """On what they were measured, and a warning where that differs."""
+    origins = [result.origin for result in results]
+    told = " and ".join(
+        dict.fromkeys(
+            f"{o['samples']} samples without augmentation, {o['parameters']} weights, "
+            f"BatchNorm mode {o['bn']}"
+            for o in origins
+        )
+    )
+    if len({(o["data_hash"], o["bn"], o["parameters"]) for o in origins}) == 1:
+        return f"Measured on {told}."
     return (
-        f"Measured on {origin['samples']} samples without augmentation, {origin['parameters']} "
-        f"weights, BatchNorm mode {origin['bn']}."
+        f"Not measured alike: on {told}, or on other samples. Do not compare; analyse again with "
+        "the same settings."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,14 @@ class Figures:
         """By method the experiments over its strength, at least two."""
         pool = self._pool()
         names = [parse(text).name for text in self.methods or METHODS["3"]]
-        found = {name: [g for g in pool if g.method == name] for name in names}
+        every = [g for g in pool if g.method in names]
+        # A sigma and a ratio cannot share an axis: the kind with most experiments is drawn.
+        kinds = Counter(g.kind for g in every)
+        kind = max(kinds, key=lambda k: (kinds[k], k), default="")
+        found = {name: [g for g in every if g.method == name and g.kind == kind] for name in names}
+        if others := {k: count for k, count in kinds.items() if k != kind}:
+            left = ", ".join(f"{count} by {k}" for k, count in others.items())
+            logger.info("figure 3 goes by %s; experiments left out: %s", kind, left)
         short = [name for name, groups in found.items() if len({g.strength for g in groups}) < 2]
         if short:
             commands = [

@@ -11,7 +11,7 @@ from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.lab.specs import parse
 from steppe.lab.statistics import mean_std
-from steppe.report.canvas import SURFACE, line_style, panels
+from steppe.report.canvas import SURFACE, line_style, panels, plain_ticks
 from steppe.report.sections import mean_curve
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ class Group:
     def strength(self) -> float:
         used = self.results[0].strength
         return math.nan if used is None else used[1]
+
+    @property
+    def kind(self) -> str:
+        """What its strength is: a ratio, sigma, rho; empty where there is none."""
+        used = self.results[0].strength
+        return "" if used is None else used[0]
 
     def option(self, name: str) -> float | None:
         """An option of the method where the run was given it; its strength goes by any name."""
@@ -88,6 +94,7 @@ def convergence_figure(
             axis.plot(epochs, values, **style, markevery=max(1, len(epochs) // 8), label=label)
     left.set_ylabel(f"training loss ({'true' if followed else 'perturbed'} weights)")
     left.set_yscale("log")
+    plain_ticks(left.yaxis)
     right.set_ylabel(f"test {example.metric}")
     for axis in (left, right):
         axis.set_xlabel("epoch")
@@ -98,8 +105,11 @@ def convergence_figure(
 def generalisation_figure(groups: Mapping[str, Sequence[Group]]) -> Figure:
     """Figure 3: gap against final training loss, and test metric, over the strength.
 
-    `groups` has the experiments of each method, one for each strength.
+    `groups` has the experiments of each method, one for each strength, all of one kind.
     """
+    kinds = sorted({group.kind or "none" for found in groups.values() for group in found})
+    if len(kinds) > 1:
+        raise ValueError(f"Strengths of several kinds cannot share an axis: {', '.join(kinds)}.")
     figure, (left, right) = panels(2, width=4.2)
     for i, (name, found) in enumerate(groups.items()):
         ordered = sorted(found, key=lambda group: group.strength)
@@ -122,8 +132,7 @@ def generalisation_figure(groups: Mapping[str, Sequence[Group]]) -> Figure:
         right.errorbar(strengths, means, yerr=stds, **style, capsize=2, label=name)
     left.set_xlabel(f"final training loss ({_loss_name(example)})")
     left.set_ylabel(f"gap in {example.metric}, train to test")
-    kind = example.strength[0] if example.strength else "strength"
-    right.set_xlabel(f"{kind} (bars: standard deviation over seeds)")
+    right.set_xlabel(f"{kinds[0]} (bars: standard deviation over seeds)")
     right.set_ylabel(f"test {example.metric}")
     left.legend(frameon=False)
     return figure

@@ -15,7 +15,8 @@ def keep_pages() -> None:
     """Let the C library keep freed activations instead of giving them back to the system.
 
     glibc maps large blocks and unmaps them when they are freed, so that every activation of
-    every forward is new memory, zeroed page by page. It stops doing so for blocks up to the largest mapped one that it has seen freed.
-    The block here is never written to and costs nothing; other C libraries do not care.
+    every forward is new memory, zeroed page by page. It stops doing so for blocks up to the
+    largest mapped one that it has seen freed. The block here is never written to and costs
+    nothing; other C libraries do not care.
     """
     torch.empty(LARGEST, dtype=torch.uint8)

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from steppe.lab import Comparison, Config, LabError, Tune, compare, jobs
+from steppe.lab import Comparison, Config, LabError, Tune, compare, engines
 from steppe.lab.data import wrap
 from steppe.lab.tuning import Choice, _beyond
 
@@ -75,13 +75,13 @@ def test_every_form_of_the_table_says_the_same(result):
 
 def test_an_extended_comparison_trains_only_what_is_new(result, store, monkeypatch):
     trained = []
-    real = jobs.run_config
+    real = engines.run_config
 
     def spy(config, *rest):
         trained.append((config.method, config.seed))
         return real(config, *rest)
 
-    monkeypatch.setattr(jobs, "run_config", spy)
+    monkeypatch.setattr(engines, "run_config", spy)
     more = compare(methods=[*METHODS, "rwp"], seeds=6, config=TINY, store=store, progress=False)
     new = {("rwp", seed) for seed in range(6)} | {
         (m, 5) for m in ("sgd", "sam:rho=0.2", "m-rwp:ratio=0.9")
@@ -150,13 +150,13 @@ def test_mistakes():
 
 def test_tuning_takes_the_best_of_validation_and_spares_the_seeds(store, monkeypatch):
     seen = []
-    real = jobs.run_config
+    real = engines.run_config
 
     def spy(config, *rest):
         seen.append(config)
         return real(config, *rest)
 
-    monkeypatch.setattr(jobs, "run_config", spy)
+    monkeypatch.setattr(engines, "run_config", spy)
     how = Tune(factors=(0.5, 1, 50), seeds=2, validation=0.25)
     config = TINY.replace(steps=40)
     found = compare(

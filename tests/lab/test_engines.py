@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steppe.lab import Config, LabError, compare, jobs, sweep
+from steppe.lab import Config, LabError, compare, engines, sweep
 from steppe.lab.commands import parse
 from steppe.lab.engines import Local, Processes, chosen, divided
 from steppe.lab.problems import Sources
@@ -30,7 +30,7 @@ def test_without_jobs_a_run_has_one_thread(eight_threads):
 def trained_on(monkeypatch, call):
     """The threads in the configs that are trained."""
     seen = []
-    monkeypatch.setattr(jobs, "run_config", lambda config, *_: seen.append(config.threads))
+    monkeypatch.setattr(engines, "run_config", lambda config, *_: seen.append(config.threads))
     with pytest.raises(AttributeError):  # the results are nothing
         call()
     return set(seen)

@@ -98,7 +98,7 @@ def test_a_line_is_never_run_twice(whole, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("something was trained")
 
-    monkeypatch.setattr("steppe.lab.jobs.run_config", fail)
+    monkeypatch.setattr("steppe.lab.engines.run_config", fail)
     before = whole.file.read_bytes()
     run_study(tiny(), Evidence(whole.folder, "tiny"), tmp_path / "elsewhere", progress=False)
     assert whole.file.read_bytes() == before

@@ -59,6 +59,10 @@ def verdict(value: float, bar: float, digits: int = 2) -> str:
 def step(result: Result) -> str:
     names = {"resnet18": "ResNet-18, CIFAR form", "vit": "ViT-S", "mlp": "MLP 64-128-128-10"}
     parts = ["## A training step\n", source(result, "step")]
+    parts.append(
+        "On a shared machine whole steps of seconds vary by a tenth from one to the next, more than a "
+        "one-pass method adds. Its parts are therefore measured alone too, and judged by.\n"
+    )
     for net, found in result["nets"].items():
         steps, added = found["steps"], found["added"]
         sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]

@@ -110,7 +110,9 @@ def sharded_by_lightning(rank, method):
         data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
     )
     module, perturb = fitted(rank, Sharded, method, 1, strategy)
-    return [p.full_tensor().detach() for p in module.net.parameters()], history_of(perturb.perturber)
+    return [p.full_tensor().detach() for p in module.net.parameters()], history_of(
+        perturb.perturber
+    )
 
 
 def sharded_by_hand(rank, method):

@@ -1,4 +1,4 @@
-"""A comparison on Ray: every run a task of a cluster. About a minute on two idle cores.
+"""A comparison on Ray: every run a task of a cluster.
 
 Without an address a cluster is started on this machine, and stopped at the end.
 

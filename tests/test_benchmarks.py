@@ -28,7 +28,7 @@ def test_it_runs_and_writes_its_numbers(name, tmp_path):
         [sys.executable, str(FOLDER / script), *options, "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -232,7 +232,7 @@ def test_as_processes_side_by_side_and_stopped(tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Stopped: 0 of 4 runs finished, the others are saved. The same command goes on." in said
     assert "Traceback" not in said

@@ -53,7 +53,7 @@ class Twin:
             torch.cat(
                 [
                     Rows(slot, ones, 1.0).standard_normal(block, seed_of(block.number))
-                    for block in slot.blocks(slot.values)
+                    for block in slot.blocks
                 ]
             ).view_as(slot.values)
             for slot in weights.slots

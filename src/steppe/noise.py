@@ -104,11 +104,13 @@ def standard_normal_(out: Tensor, seed: int) -> Tensor:
 def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     """`work(item)` for each item, by this thread and others beside it; back when all is done.
 
+    No thread records gradients meanwhile.
     After an error, an interrupt included, nothing more is begun, and it is raised only when no
     thread works any longer: whoever catches it may put the weights back at once.
     """
     todo = deque(items)  # its popleft is safe between threads
 
+    @torch.no_grad()
     def work_off() -> None:
         try:
             while todo:
@@ -123,7 +125,8 @@ def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     try:
         work_off()
     finally:
-        wait(others)
+        if others:
+            wait(others)
     for other in others:
         other.result()
 

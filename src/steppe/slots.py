@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -69,8 +70,12 @@ class Slot:
         first = self.filters.start + self.offset[0]
         return slice(first, first + self.values.shape[0])
 
-    def blocks(self, values: Tensor) -> Iterator[Block]:
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
         """The blocks of noise that this rank's values need any part of."""
+        return tuple(self._blocks(self.values))
+
+    def _blocks(self, values: Tensor) -> Iterator[Block]:
         if values.numel() == 0:
             return
         rows = self.param.shape[0] if self.param.dim() else 1
@@ -91,22 +96,21 @@ class Rows:
     """
 
     def __init__(self, slot: Slot, std: Tensor, sign: float, extra: Tensor | None = None) -> None:
-        values, full = slot.values, slot.param.shape
-        strides = values.stride()
-        inner = list(range(1, len(full)))
-        if len(full) > 2 and not values.is_contiguous():
-            inner.sort(key=lambda d: -strides[d])
-        self._order = [*inner] if not full else [0, *inner]
+        values = slot.values
         self._offset = slot.offset if is_sharded(slot.param) else None
-        self._row = [full[d] for d in inner]
-        if self._offset is None and _one_stretch(values, inner):
-            self._row = [math.prod(self._row)]
+        whole = self._offset is None
+        self._order, self._row = _layout(slot.param.shape, values.stride(), whole)
         self.values = self._arranged(values)
         self.extra = None if extra is None else self._arranged(extra)
-        mine = std[slot.my_filters].to(values.device) * (sign * slot.strength)
-        self.std = mine.view(-1, *[1] * len(self._row)) if inner else mine[0]
+        place = slot.my_filters
+        mine = std.narrow(0, place.start, place.stop - place.start).to(values.device)
+        if (factor := sign * slot.strength) != 1:
+            mine = mine * factor
+        self.std = mine.view(-1, *[1] * len(self._row)) if len(self._order) > 1 else mine[0]
 
     def _arranged(self, tensor: Tensor) -> Tensor:
+        if len(self._order) < 3:
+            return tensor
         ordered = tensor.permute(self._order)
         return ordered.flatten(1) if len(self._row) < len(self._order) - 1 else ordered
 
@@ -128,12 +132,17 @@ class Rows:
         return eps
 
 
-def _one_stretch(values: Tensor, dims: list[int]) -> bool:
-    """Whether these dimensions, in this order, can be seen as one without copying."""
-    pairs = pairwise(dims)
-    return len(dims) > 1 and all(
-        values.stride(a) == values.stride(b) * values.shape[b] for a, b in pairs
-    )
+@lru_cache(maxsize=4096)
+def _layout(
+    full: tuple[int, ...], strides: tuple[int, ...], whole: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions in their memory's order, and a row's shape in that order."""
+    inner = sorted(range(1, len(full)), key=lambda d: -strides[d])
+    row = tuple(full[d] for d in inner)
+    together = all(strides[a] == strides[b] * full[b] for a, b in pairwise(inner))
+    if whole and together and len(inner) > 1:
+        row = (math.prod(row),)
+    return (0, *inner) if full else (), row
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +158,10 @@ class Block:
 
     def of(self, values: Tensor) -> Tensor:
         """This block's part of values like this rank's, or of some that broadcast over them."""
-        if not values.dim():
+        count = self.keep.stop - self.keep.start
+        if not values.dim() or values.shape[0] == count:
             return values
-        first = self.slot.offset[0]
-        return values[self.keep.start - first : self.keep.stop - first]
+        return values.narrow(0, self.keep.start - self.slot.offset[0], count)
 
 
 def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -172,7 +172,6 @@ class Weights:
             for slot in self.moved
         }
 
-        @torch.no_grad()
         def add(block: Block) -> None:
             there = rows[block.slot]
             eps = there.standard_normal(block, seed_of(block.number)).mul_(block.of(there.std))
@@ -180,7 +179,7 @@ class Weights:
                 eps.mul_(factor(block.of(there.extra)))
             block.of(there.values).add_(eps)
 
-        blocks = (block for slot in self.moved for block in slot.blocks(slot.values))
+        blocks = (block for slot in self.moved for block in slot.blocks)
         spread(add, blocks, self._threads())
         self.shards.reshard()
 
@@ -209,7 +208,7 @@ class Weights:
         finite = self.total_norm(values, self.slots).isfinite()
         for slot, kept, value in zip(self.slots, memory, values, strict=True):
             ok = finite.to(kept.device)
-            for block in slot.blocks(local(kept)):
+            for block in slot.blocks:
                 part = block.of(local(kept))
                 new = part * decay
                 if value is not None:

@@ -22,7 +22,7 @@ def test_runs(name, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert found.returncode == 0, found.stderr
     assert "m-ARWP" in found.stdout

@@ -10,7 +10,7 @@ FRAMEWORKS = ("lightning", "pytorch_lightning", "transformers", "accelerate", "r
 
 def run(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
 
 

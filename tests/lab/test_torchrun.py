@@ -38,7 +38,7 @@ def torchrun(*arguments):
 def two_ranks(*arguments):
     command, environment = torchrun(*arguments)
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -88,7 +88,7 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
     while not list(tmp_path.glob("two/*/checkpoints/*.pt")) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert said.count("Go on with: steppe train --resume") == 1, said
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "unfinished"

@@ -136,7 +136,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
         time.sleep(0.05)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     (folder,) = tmp_path.iterdir()
     assert f"steppe train --resume {folder}" in said

@@ -8,6 +8,7 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -185,11 +186,17 @@ class Weights:
 
     def add(self, directions: Sequence[Tensor | None], scale: Tensor) -> None:
         """Add `scale * direction` to each moved parameter; `scale` stays on the device."""
+
+        @cache
+        def size(device: torch.device, dtype: torch.dtype, strength: float) -> Tensor:
+            return scale.to(device, dtype) * strength
+
         with torch.no_grad():
             for slot, direction in zip(self.moved, directions, strict=True):
                 if direction is not None:
-                    size = scale.to(slot.param.device, slot.param.dtype) * slot.strength
-                    slot.values.addcmul_(local(direction), size)
+                    values = slot.values
+                    its = size(values.device, values.dtype, slot.strength)
+                    values.addcmul_(local(direction), its)
         self.shards.reshard()
 
     def decay_and_add(

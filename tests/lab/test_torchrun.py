@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.nets import Dropping
 from tests.parallel import harness
-from torch import nn
 
 from steppe.lab import Config, Interrupted, LabError, Sources, train
 from steppe.lab import course as course_module
@@ -103,19 +103,6 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
     assert run.status == "finished"
     assert not (run.folder / "checkpoints").exists()
     assert run.result["steps"] == 80
-
-
-class Dropping(nn.Module):
-    """BatchNorm and dropout: buffers and each rank's random state matter on resume."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 10)
-        )
-
-    def forward(self, x):
-        return self.net(x)
 
 
 class StopOnOneRank(course_module.StopSignal):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.nets import Dropping
 from torch import nn
 
 from steppe.lab import Config, DivergedError, Interrupted, LabError, Sources, Task, train
@@ -30,19 +31,6 @@ def weights(run):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-class Dropping(nn.Module):
-    """BatchNorm and dropout: buffers and the global random state matter on resume."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 10)
-        )
-
-    def forward(self, x):
-        return self.net(x)
 
 
 def stop_after(monkeypatch, step):

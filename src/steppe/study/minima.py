@@ -30,8 +30,9 @@ def measure(
 ) -> None:
     """Write the curvature, sharpness and weight norm of a finished run into its folder.
 
-    Where that fails, the reason is written, which the page then tells. All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them
-    wherever the weights are: those stored by training under noise belong to other weights.
+    All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
+    the weights are: those stored by training under noise belong to other weights. Where that fails,
+    the reason is written, which the page then tells.
     """
     assert result.folder is not None
     run = Run(result.folder)

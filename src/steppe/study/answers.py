@@ -71,7 +71,8 @@ def adaptive_answer(findings: Findings) -> list[str]:
             if difference is None:
                 continue
             lowest = findings.lowest_factor(setting, part, claim.first)
-            parts.append(told(claim, difference) + _factor_words(claim.first, lowest))
+            words = told(claim, difference) + strengths_differ(findings, setting, part, claim)
+            parts.append(words + _factor_words(claim.first, lowest))
         if parts:
             found.append(f"{place}: {' '.join(parts)}")
     return found
@@ -95,13 +96,15 @@ def mixing_answer(findings: Findings) -> list[str]:
         claim, difference = findings.difference(setting, part, mixing(setting))
         if difference is None:
             continue
-        words = told(claim, difference)
-        rows = (claim.first, claim.second)
-        used = [strength_words(findings, setting, part, name) for name in rows]
-        if used[0] != used[1]:
-            words += f" Their strengths differ too ({used[0]} and {used[1]})."
+        words = told(claim, difference) + strengths_differ(findings, setting, part, claim)
         found.append(f"{place}: {words}")
     return found
+
+
+def strengths_differ(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str:
+    """A sentence where not the method alone is another."""
+    used = [strength_words(findings, setting, part, n) for n in (claim.first, claim.second)]
+    return "" if used[0] == used[1] else f" Their strengths differ too ({used[0]} and {used[1]})."
 
 
 def matching_answer(findings: Findings) -> list[str]:

@@ -265,7 +265,7 @@ def antithetic_rwp(
     return Method("antithetic_rwp", pair, attention_ratio=attention)
 
 
-def msam(rho: Strength = 3.0, momentum: float = 0.9) -> Method:
+def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
     """Momentum SAM: the perturbation is the momentum of past gradients. One pass."""
     return Method("msam", (Pass(MomentumAscent(rho, momentum)),))
 

@@ -169,8 +169,11 @@ def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str
         if tuned is not None:
             reasons.append(f"with tuned strengths the difference is {interval_words(tuned, 2)}")
     if (claim.first, claim.second) in adaptive(setting):
+        used = [strength_words(findings, setting, part, n) for n in (claim.first, claim.second)]
         noise = [_displacement(findings, setting, part, n) for n in (claim.first, claim.second)]
-        if noise[0] < noise[1]:
+        if used[0] != used[1]:
+            reasons.append(f"few trials chose their strengths apart ({used[0]} and {used[1]})")
+        elif noise[0] < noise[1]:
             reasons.append(
                 f"the adaptive factor leaves it less noise at the same ratio (‖eps‖/‖w‖ of "
                 f"{noise[0]:.3f} against {noise[1]:.3f} on average)"

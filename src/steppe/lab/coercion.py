@@ -6,14 +6,16 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from steppe.lab.errors import LabError
 
 
-def field_types(cls: type) -> dict[str, Any]:
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
     """The annotated type of every field."""
-    return typing.get_type_hints(cls)
+    return types.MappingProxyType(typing.get_type_hints(cls))
 
 
 def literal(text: str) -> object:

@@ -124,8 +124,9 @@ def needed(estimates: list[float], exact: float) -> int | None:
 
 def eigenvalue_products(quick: bool, seeds: int = 2) -> dict[str, Any]:
     """The largest eigenvalue of nets at several stages of training, from several random starts."""
-    stages = {"trained 2 steps": 2} if quick else {}
-    stages |= {} if quick else {"untrained": 0, "trained 10 steps": 10, "trained 150 steps": 150}
+    stages = {"untrained": 0, "trained 10 steps": 10, "trained 150 steps": 150}
+    if quick:
+        stages, seeds = {"trained 2 steps": 2}, 1
     results: dict[str, Any] = {}
     for stage, steps in stages.items():
         model, x, y = trained(steps, 32 if quick else 256)
@@ -133,16 +134,13 @@ def eigenvalue_products(quick: bool, seeds: int = 2) -> dict[str, Any]:
         problem = Problem(model, F.cross_entropy, (x, y))
         best = top_eigs(problem, 1 if quick else 2, tol=0.5 if quick else 1e-5)
         exact = best.values[0].item()
-        searches = [
-            our_search(problem, exact, seed, quick) for seed in range(1 if quick else seeds)
-        ]
+        searches = [our_search(problem, exact, seed, quick) for seed in range(seeds)]
         found = {"largest": best.values.tolist(), "residuals": best.residuals.tolist()}
         theirs = peer(model, batches)
         results[stage] = {**found, "top_eigs": searches}
         if theirs is not None:
-            count = 1 if quick else seeds
             results[stage]["pyhessian"] = [
-                their_search(theirs, exact, seed, quick) for seed in range(count)
+                their_search(theirs, exact, seed, quick) for seed in range(seeds)
             ]
         print(stage, json.dumps(results[stage]), flush=True)
     return {"tol": TOL, "stages": results}
@@ -297,11 +295,9 @@ def main() -> None:
     torch.set_num_threads(1)
     quick = options.quick
     crowded = measure.busy()
-    path = options.out or measure.RESULTS / "analysis.json"
-    report: dict[str, Any] = {}
-    if path.exists() and not quick:
-        # Sections take minutes each and may be measured one by one; each says when.
-        report = {k: v for k, v in json.loads(path.read_text()).items() if k in known}
+    # Sections take minutes each and may be measured one by one; each says when.
+    stored = {} if quick else measure.stored("analysis", options.out)
+    report: dict[str, Any] = {k: v for k, v in stored.items() if k in known}
     before = report.get("landscape", {}) if options.more else {}
     model, x, y = trained(2 if quick else 150, 32 if quick else 256)
     problem = Problem(model, F.cross_entropy, (x, y))
@@ -318,12 +314,9 @@ def main() -> None:
         report[name] = {**works[name](), "measured": measure.environment()}
     print(json.dumps({name: report[name] for name in options.sections}, indent=2))
     timed = set(options.sections) & {"product", "landscape"}
-    if timed and crowded and options.out is None:
-        print("The machine was busy before the run: not published (give --out to keep it).")
-        return
     net = {"network": "ResNet-8, width 16", "parameters": problem.size, "samples": len(x)}
     found = {"threads": 1, "clock": "processor seconds", "quick": quick, **net, **report}
-    print("written to", measure.write("analysis", found, options.out))
+    measure.publish("analysis", found, options.out, bool(timed) and crowded)
 
 
 if __name__ == "__main__":

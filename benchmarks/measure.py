@@ -96,6 +96,13 @@ def summary(times: Sequence[float]) -> dict[str, float]:
     }
 
 
+def stored(name: str, out: Path | None = None) -> dict[str, Any]:
+    """What `write` has saved before, or nothing."""
+    path = out or RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
 def publish(name: str, result: dict[str, Any], out: Path | None, crowded: bool) -> None:
     """Write timings among the published ones, unless the machine was busy; to `out` in any case."""
     if crowded and out is None:

@@ -104,9 +104,9 @@ def standard_normal_(out: Tensor, seed: int) -> Tensor:
 def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     """`work(item)` for each item, by this thread and others beside it; back when all is done.
 
-    No thread records gradients meanwhile.
-    After an error, an interrupt included, nothing more is begun, and it is raised only when no
-    thread works any longer: whoever catches it may put the weights back at once.
+    No thread records gradients meanwhile. After an error, an interrupt included, nothing more is
+    begun, and it is raised only when no thread works any longer: whoever catches it may put the
+    weights back at once.
     """
     todo = deque(items)  # its popleft is safe between threads
 

@@ -48,7 +48,7 @@ class Perturbation(ABC):
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         """The expected ‖eps‖, for `print(perturber)` and `stats()`."""
         raise NotImplementedError(
-            f"{type(self).__name__} must define radius(): print(perturber) and stats() needs it."
+            f"{type(self).__name__} must define radius(): print(perturber) and stats() need it."
         )
 
     def init(self, weights: Weights) -> State:
@@ -66,7 +66,8 @@ class Perturbation(ABC):
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         """Note what `learn_noted` will need of one parameter's gradient in one pass of several."""
         raise NotImplementedError(
-            f"{type(self).__name__} must define collect(): learns_from = 'pass' in a method of several passes needs it."
+            f"{type(self).__name__} must define collect(): learns_from = 'pass' in a method of several "
+            "passes needs it."
         )
 
     def learn_noted(
@@ -74,7 +75,8 @@ class Perturbation(ABC):
     ) -> None:
         """Learn from the notes of all of a step's perturbed passes, gradients times `scale`."""
         raise NotImplementedError(
-            f"{type(self).__name__} must define learn_noted(): learns_from = 'pass' in a method of several passes needs it."
+            f"{type(self).__name__} must define learn_noted(): learns_from = 'pass' in a method of "
+            "several passes needs it."
         )
 
     def stats(self, state: State) -> dict[str, float]:

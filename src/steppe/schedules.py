@@ -8,6 +8,7 @@ how long training is can fill it in.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Ramp:
+class Ramp(ABC):
     """From `start` to `end` over `steps` optimizer steps, then `end` for ever."""
 
     start: float
@@ -47,9 +48,9 @@ class Ramp:
             )
         return self.start + (self.end - self.start) * self.shape(min(step / self.steps, 1.0))
 
+    @abstractmethod
     def shape(self, progress: float) -> float:
         """The part of the way done when `progress` in [0, 1] of the steps are over."""
-        raise NotImplementedError
 
 
 class Linear(Ramp):

@@ -96,7 +96,7 @@ def landscape(
         chosen = directions or [filter_normalised(replica.centre, seed) for seed in seeds]
         d1, d2 = (_checked(direction, replica) for direction in chosen)
         settings = {"analysis": "landscape", "n": n, "span": span, **origin}
-        settings["directions"] = [length(d1), length(d2)] if directions else list(seeds)
+        settings["directions"] = digest([*d1, *d2]) if directions else list(seeds)
         store = Checkpoint(checkpoint, settings)
 
         def weights(index: int) -> list[Tensor]:
@@ -107,7 +107,7 @@ def landscape(
         scanner = Folded(replica) if fast else replica
         scanner.place(replica.centre)
         centre = scanner.evaluate()[0]
-        loss, accuracy = _scan(scanner, weights, n * n, store, bar)
+        loss, accuracy = _scan(problem, scanner, weights, n * n, store, bar)
     store.remove()
     return Landscape(
         origin=origin,
@@ -155,12 +155,13 @@ def interpolate(
                 buffer.copy_(torch.lerp(here, there, step))
             return [torch.lerp(w, e, step) for w, e in zip(replica.centre, ends, strict=True)]
 
-        loss, accuracy = _scan(replica, weights, n, store, bar)
+        loss, accuracy = _scan(problem, replica, weights, n, store, bar)
     store.remove()
     return Line(origin=origin, t=t, loss=loss, accuracy=accuracy)
 
 
 def _scan(
+    problem: Problem,
     scanner: Replica | Folded,
     weights: Callable[[int], list[Tensor]],
     total: int,
@@ -168,7 +169,6 @@ def _scan(
     bar: Progress,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss and accuracy at each of `total` points, going on from a checkpoint if there is one."""
-    problem = (scanner.replica if isinstance(scanner, Folded) else scanner).problem
 
     def row(index: int) -> Tensor:
         scanner.place(weights(index))

@@ -103,8 +103,12 @@ def mixing_answer(findings: Findings) -> list[str]:
 
 def strengths_differ(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str:
     """A sentence where not the method alone is another."""
-    used = [strength_words(findings, setting, part, n) for n in (claim.first, claim.second)]
+    used = _strengths(findings, setting, part, claim)
     return "" if used[0] == used[1] else f" Their strengths differ too ({used[0]} and {used[1]})."
+
+
+def _strengths(findings: Findings, setting: Setting, part: Part, claim: Claim) -> list[str]:
+    return [strength_words(findings, setting, part, name) for name in (claim.first, claim.second)]
 
 
 def matching_answer(findings: Findings) -> list[str]:
@@ -169,7 +173,7 @@ def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str
         if tuned is not None:
             reasons.append(f"with tuned strengths the difference is {interval_words(tuned, 2)}")
     if (claim.first, claim.second) in adaptive(setting):
-        used = [strength_words(findings, setting, part, n) for n in (claim.first, claim.second)]
+        used = _strengths(findings, setting, part, claim)
         noise = [_displacement(findings, setting, part, n) for n in (claim.first, claim.second)]
         if used[0] != used[1]:
             reasons.append(f"few trials chose their strengths apart ({used[0]} and {used[1]})")

@@ -22,6 +22,8 @@ from steppe.analysis import (
     spectrum,
     top_eigs,
 )
+from steppe.analysis.directions import filter_normalised
+from steppe.analysis.problem import digest
 from steppe.analysis.progress import Progress
 
 from .known import quadratic, rotated, settled_net
@@ -162,3 +164,21 @@ def test_importing_steppe_does_not_import_the_analyses():
         "import steppe.analysis; assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_plane_along_other_directions_is_refused(tmp_path):
+    """Filter-normalised directions are all as long as the weights: their length tells nothing."""
+    path = tmp_path / "half.npz"
+    problem = net_problem()
+    with problem.replica() as replica:
+        planes = [
+            [filter_normalised(replica.centre, seed) for seed in seeds]
+            for seeds in ((0, 1), (2, 3))
+        ]
+    used = digest([*planes[0][0], *planes[0][1]])
+    settings = {"analysis": "landscape", "n": 3, "span": 1.0, **problem.describe()}
+    store = checkpoint.Checkpoint(path, {**settings, "directions": used}, every=0.0)
+    store.save(lambda: {"rows": torch.zeros(1, 2)})
+    with pytest.raises(ValueError, match=f"directions was '{used}', is '[0-9a-f]{{16}}'"):
+        landscape(problem, n=3, directions=planes[1], checkpoint=path)
+    assert landscape(problem, n=3, directions=planes[0], checkpoint=path).loss[0, 0] == 0

@@ -13,6 +13,7 @@ COMMANDS = {
     "step": ["step.py", "mlp", "--quick"],
     "memory": ["memory.py", "--quick", "--width", "256"],
     "data": ["data.py", "--quick"],
+    "convolution": ["convolution.py", "--quick"],
     "scaling": ["scaling.py", "--quick"],
     "imports": ["imports.py", "--quick"],
     "analysis": ["analysis.py", "--quick"],

@@ -5,8 +5,10 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from steppe.lab import models
+from steppe.lab.models.resnet import Convolution
 
 CIFAR, IMAGENET = (3, 32, 32), (3, 224, 224)
 PUBLISHED = {  # torchvision's and timm's counts; CIFAR's from the reference implementations
@@ -95,6 +97,60 @@ def test_small_images_get_a_3x3_stem_without_pooling():
     assert small.stem(torch.zeros(1, *CIFAR)).shape[2:] == (32, 32)
     assert large.stem(torch.zeros(1, *IMAGENET)).shape[2:] == (56, 56)
     assert large.stages(large.stem(torch.zeros(1, *IMAGENET))).shape[2:] == (7, 7)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_of_2x2_pixels_is_the_plain_one_to_its_second_derivatives(bias, layout):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(5, 7, 3, padding=1, bias=bias, dtype=torch.float64).to(memory_format=layout)
+    ours = Convolution(5, 7, 3, padding=1, bias=bias, dtype=torch.float64).to(memory_format=layout)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 5, 2, 2, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    found = []
+    for module in (plain, ours):
+        inputs = [x, *module.parameters()]
+        out = module(x)
+        grads = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+        seconds = torch.autograd.grad(sum(g.sin().sum() for g in grads), inputs)
+        found.append((out, *grads, *seconds))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 2, "padding": 1},
+        {"padding": 0, "kernel_size": 2},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": 2, "dilation": 2},
+        {"padding": 1, "groups": 2},
+    ],
+)
+def test_another_convolution_of_2x2_pixels_is_left_to_torch(options):
+    options = {"kernel_size": 3, **options}
+    plain = nn.Conv2d(4, 6, **options)
+    ours = Convolution(4, 6, **options)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 4, 2, 2)
+    assert torch.equal(ours(x), plain(x))
+
+
+def test_only_2x2_pixels_become_a_matrix_product():
+    conv = Convolution(8, 8, 3, padding=1, bias=False)
+    products = {}
+    for size in (1, 2, 3, 4):
+        with FlopCounterMode(display=False) as counter:
+            conv(torch.randn(2, 8, size, size))
+        products[size] = set(counter.flop_counts["Global"])
+    aten = torch.ops.aten
+    assert products == {
+        1: {aten.convolution},
+        2: {aten.mm},
+        3: {aten.convolution},
+        4: {aten.convolution},
+    }
 
 
 @pytest.mark.parametrize("name", ["vgg16-bn", "resnet18", "wrn-16-4", "small-conv"])

@@ -5,15 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from steppe.lab.models.initial import initialise_convolutional
 from steppe.lab.models.widths import image_shape, is_small, scaled
 
 
+class Convolution(nn.Conv2d):
+    """A convolution that on a CPU multiplies images of 2x2 pixels by a matrix.
+
+    There a padded 3x3 kernel takes every pixel to every pixel, and five of its nine products are
+    with zeros; the last stage of a ResNet on 16x16 images is such (docs/decisions.md).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:] != (self.in_channels, 2, 2) or x.device.type != "cpu" or not self._plain:
+            return super().forward(x)
+        kernel = self.weight.permute(0, 2, 3, 1)
+        seen = [kernel[:, 1 - i : 3 - i, 1 - j : 3 - j] for i in (0, 1) for j in (0, 1)]
+        matrix = torch.stack(seen).flatten(2).flatten(0, 1)
+        bias = None if self.bias is None else self.bias.repeat(4)
+        out = nn.functional.linear(x.permute(0, 2, 3, 1).flatten(1), matrix, bias)
+        return out.unflatten(1, (2, 2, -1)).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+
+    @property
+    def _plain(self) -> bool:
+        """Whether this is a 3x3 convolution padded with zeros, and nothing more."""
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups)
+        return sizes == ((3, 3), (1, 1), (1, 1), (1, 1), 1) and self.padding_mode == "zeros"
+
+
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     """A convolution that keeps the image size at stride 1, without a bias (a norm follows)."""
-    return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+    return Convolution(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
 
 
 class Residual(nn.Module):

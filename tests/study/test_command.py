@@ -19,6 +19,13 @@ def test_an_unknown_study_is_named_with_the_nearest(capsys, tmp_path):
     assert "Traceback" not in said
 
 
+def test_an_unknown_method_is_an_error(capsys, tmp_path):
+    assert steppe("cifar10-noisy", "--method", "arwq", "--evidence", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "arwq" in error
+    assert "arwp" in error
+
+
 def test_an_unknown_setting_is_an_error(capsys, tmp_path):
     assert steppe("digits", "--setting", "mlp", "--evidence", tmp_path) == 2
     assert "mlp-noisy" in capsys.readouterr().err

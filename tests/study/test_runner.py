@@ -141,6 +141,14 @@ def test_side_by_side_gives_the_same_lines(whole, tmp_path):
     assert lines == {run: line for run, line in told(whole.lines).items() if run in lines}
 
 
+def test_limits_take_a_method_with_its_controls_and_trials(tmp_path):
+    entries = make_plan(tiny(), evidence(tmp_path)).entries
+    taken = Limits(methods=("arwp",)).take(entries)
+    assert {entry.part for entry in taken} == {"defaults", "tuning", "lengths"}
+    assert taken == [entry for entry in entries if entry.config.method.startswith("arwp")]
+    assert "ARWP, batch doubled" in {entry.name for entry in taken}
+
+
 def test_a_line_cut_off_at_the_end_is_reported_and_repaired(whole, tmp_path, caplog):
     mine = evidence(tmp_path)
     mine.folder.mkdir()

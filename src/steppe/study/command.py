@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,8 @@ class Studies:
     """Only these settings of it, as the list names them."""
     part: tuple[Part, ...] = ()
     """Only these parts of it."""
+    method: tuple[str, ...] = ()
+    """Only these methods of it, their controls and trials included."""
     seeds: int | None = None
     """Only so many of its seeds."""
     minutes: float | None = None
@@ -66,15 +69,14 @@ class Studies:
             _write(listing([self._state(each) for each in STUDIES.values()], processes))
             return
         chosen = study(self.name)
-        for setting in self.setting:
-            if setting not in [each.name for each in chosen.settings]:
-                raise unknown("setting", setting, [each.name for each in chosen.settings])
+        _check("setting", self.setting, [each.name for each in chosen.settings])
+        _check("method", self.method, [m for each in chosen.settings for m in each.methods])
         plan = run_study(
             chosen,
             Evidence(self.evidence, chosen.name),
             self.store,
             jobs=processes,
-            limits=Limits(self.setting, self.part, self.seeds),
+            limits=Limits(self.setting, self.part, self.method, self.seeds),
             minutes=self.minutes,
             root=self.root,
             progress=False if self.quiet else None,
@@ -120,6 +122,12 @@ def listing(states: list[tuple[Plan, Evidence]], processes: int) -> str:
     )
     header = ("study", "setting", "part", "runs", "time left")
     return Table(header, tuple(rows), "", note).render("text")
+
+
+def _check(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise unknown(what, name, dict.fromkeys(known))
 
 
 def _write(text: str) -> None:

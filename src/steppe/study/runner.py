@@ -31,10 +31,11 @@ logger = logging.getLogger("steppe")
 
 @dataclass(frozen=True)
 class Limits:
-    """A part of a study: the settings, parts and seeds that are run now (empty: all)."""
+    """A part of a study: the settings, parts, methods and seeds that are run now (empty: all)."""
 
     settings: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    methods: tuple[str, ...] = ()
     seeds: int | None = None
 
     def take(self, entries: Sequence[Entry]) -> list[Entry]:
@@ -44,6 +45,7 @@ class Limits:
             for entry in entries
             if (not self.settings or entry.setting.name in self.settings)
             and (not self.parts or entry.part in self.parts)
+            and (not self.methods or parse(entry.config.method).name in self.methods)
             and (self.seeds is None or entry.part == "tuning" or entry.config.seed < self.seeds)
         ]
 

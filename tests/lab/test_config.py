@@ -50,7 +50,8 @@ def test_a_wrong_setting_says_what_and_what_next(given, said):
 def test_identity_is_of_what_decides_the_weights():
     base = Config(epochs=30)
     assert base.identity == Config(epochs=30.0, root="/elsewhere", workers=4, keep=9).identity
-    for change in ({"seed": 1}, {"threads": 2}, {"method": "rwp"}, {"code": "x"}):
+    changes = ({"seed": 1}, {"threads": 2}, {"method": "rwp"}, {"drop_last": True}, {"code": "x"})
+    for change in changes:
         assert base.replace(**change).identity != base.identity
     assert base.replace(seed=1, threads=2, device="cuda").experiment == base.experiment
     assert base.replace(epochs=29).experiment != base.experiment

@@ -187,5 +187,8 @@ def test_what_cannot_be_laid_over_ranks_says_what_works():
     check_ranks(parse("m-arwp").build(1), 4)
     check_ranks(parse("sam").build(1), 3)
     with pytest.raises(LabError, match="a batch has 2 of 8 samples, fewer than the 4 ranks"):
-        check_parts(8, 2, Part(0, 4))
-    check_parts(9, 2, Part(0, 1))
+        check_parts(8, Config(batch=2), Part(0, 4))
+    check_parts(9, Config(batch=2), Part(0, 1))
+    with pytest.raises(LabError, match="the last batch of an epoch has 1 of 9 samples"):
+        check_parts(9, Config(batch=4), Part(0, 2))
+    check_parts(9, Config(batch=4, drop_last=True), Part(0, 2))

@@ -164,6 +164,32 @@ def test_pairs_begin_alike_and_see_the_same_batches(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(seen["sam"][1::2], seen["sgd"][1:], strict=True))
 
 
+@pytest.mark.parametrize(("drop", "sizes"), [(False, [4, 4, 2] * 2), (True, [4, 4] * 3)])
+def test_the_last_small_batch_is_kept_or_left_out(drop, sizes, monkeypatch):
+    seen = []
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            if self.training:
+                seen.append(len(x))
+            return super().forward(x)
+
+    data = wrap((torch.randn(10, 4), torch.arange(10) % 3), (torch.randn(3, 4), torch.arange(3)))
+    monkeypatch.setattr(course_module, "step_flops", lambda *_, **__: 1)
+    config = Config(steps=6, batch=4, drop_last=drop, threads=1)
+    sources = Sources(lambda: Spy(4, 3), data)
+    result = train(config, sources=sources, store=None, progress=False)
+    assert seen == sizes
+    assert result.steps == 6
+    by_epochs = config.replace(steps=None, epochs=2)
+    assert train(by_epochs, sources=sources, store=None, progress=False).steps == 6 - 2 * drop
+
+
+def test_a_batch_beyond_the_data_cannot_be_left_out():
+    with pytest.raises(LabError, match="drop_last leaves nothing to train on: there are 200"):
+        train(TINY.replace(batch=500, drop_last=True), store=None, progress=False)
+
+
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     config = TINY.replace(lr=1e30, method="rwp:ratio=.5", checkpoint_minutes=0)
     with pytest.raises(DivergedError) as error:

@@ -43,6 +43,8 @@ class Config:
     """Optimizer steps; given, it decides and `epochs` is ignored."""
     batch: int = 128
     """Samples per pass; a two-batch method sees twice as many per step."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch where it is smaller than the others."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     """What turns the gradient into a step."""

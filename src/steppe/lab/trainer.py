@@ -52,7 +52,7 @@ class Trainer:
         if config.channels_last:
             check_channels(self.model, device)
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.per_epoch = math.ceil(len(self.data.train) / config.batch)
+        self.per_epoch = steps_of_epoch(len(self.data.train), config)
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
         self.method = parse(config.method).build(self.steps, self.model)
         self.optimizer = make_optimizer(self.model, config)
@@ -63,7 +63,7 @@ class Trainer:
             self.wrapped = DistributedDataParallel(self.model)
         self.perturber = attach(self.wrapped, self.optimizer, self.method, config)
         self.streams, self.part = self._share_of_work()
-        check_parts(len(self.data.train), config.batch, self.part)
+        check_parts(len(self.data.train), config, self.part)
         if self.world.several:  # dropout should not repeat itself on the ranks
             torch.manual_seed(mix("dropout", config.seed, self.world.rank))
         self.step = 0
@@ -116,6 +116,7 @@ class Trainer:
                 seed=self.config.seed,
                 epoch=self.epoch,
                 stream=stream,
+                drop_last=self.config.drop_last,
             )
             streams.append(
                 self.data.train.batches(
@@ -272,11 +273,24 @@ def check_ranks(method: steppe.Method, size: int) -> None:
         )
 
 
-def check_parts(samples: int, batch: int, part: Part) -> None:
+def steps_of_epoch(samples: int, config: Config) -> int:
+    """How many batches an epoch has."""
+    if not config.drop_last:
+        return math.ceil(samples / config.batch)
+    if samples < config.batch:
+        raise LabError(
+            f"drop_last leaves nothing to train on: there are {samples} samples, fewer than a batch "
+            f"of {config.batch}. Set drop_last=false or a smaller batch."
+        )
+    return samples // config.batch
+
+
+def check_parts(samples: int, config: Config, part: Part) -> None:
     """Raise where a batch of the epoch, most likely the last, has no sample for some rank."""
-    smallest = samples % batch or batch
+    rest = 0 if config.drop_last else samples % config.batch
+    smallest = rest or config.batch
     if smallest < part.of:
-        which = "a batch" if samples % batch == 0 else "the last batch of an epoch"
+        which = "the last batch of an epoch" if rest else "a batch"
         raise LabError(
             f"{which} has {smallest} of {samples} samples, fewer than the {part.of} ranks that share "
             "it. Change batch or train_size, or start fewer processes."

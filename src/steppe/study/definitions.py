@@ -147,7 +147,7 @@ def _digits() -> Study:
 
 
 def _cifar10() -> Study:
-    config = _recorded("cifar10-small", 80 * 40)
+    config = _recorded("cifar10-small", 80 * 39)
     title = "CIFAR-10, 5,000 images, ResNet-18 of a quarter width"
     return Study(
         "cifar10",
@@ -158,14 +158,14 @@ def _cifar10() -> Study:
 
 
 def _cifar10_noisy() -> Study:
-    config = _recorded("cifar10-small", 80 * 40, label_noise=0.2)
+    config = _recorded("cifar10-small", 80 * 39, label_noise=0.2)
     title = "CIFAR-10, 5,000 images with 20 % label noise, ResNet-18 of a quarter width"
     setting = Setting("resnet18", title, config, 3, 300.0, methods=FEW, controls=())
     return Study("cifar10-noisy", "CIFAR-10 at CPU size, 20 % label noise", ((setting,),))
 
 
 def _cifar100() -> Study:
-    config = _recorded("cifar100-small", 80 * 79)
+    config = _recorded("cifar100-small", 80 * 78)
     title = "CIFAR-100, 10,000 images, ResNet-18 of a quarter width"
     return Study(
         "cifar100",
@@ -176,8 +176,8 @@ def _cifar100() -> Study:
 
 
 def _fashion() -> Study:
-    conv = _recorded("fashion-small", 40 * 32)
-    vit = _recorded("fashion-small-vit", 40 * 32)
+    conv = _recorded("fashion-small", 40 * 31)
+    vit = _recorded("fashion-small-vit", 40 * 31)
     titles = (
         "Fashion-MNIST, 2,000 images, small convolution net",
         "the same with a small ViT, AdamW",

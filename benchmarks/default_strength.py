@@ -31,7 +31,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import steppe
-from steppe.methods import MIXED_RATIO, RATIO
+from steppe.defaults import MIXED_RATIOS, RATIOS
 
 NEAR, FAR = (0.05, 0.1, 0.2), (0.02, 0.3, 0.4, 0.6, 0.9)  # candidates; the wider picture
 FEW = 2  # seeds for the wider picture, which only rwp and m_rwp draw
@@ -199,7 +199,7 @@ def all_runs(seeds: int, quick: bool) -> Iterator[Run]:
             wide = method in ("rwp", "m_rwp") and seed < FEW
             ratios = NEAR[:1] if quick else NEAR + FAR * wide
             if task == "mlp":
-                ratios = (MIXED_RATIO[0] if method.startswith("m_") else RATIO[0],)
+                ratios = (MIXED_RATIOS.shallow if method.startswith("m_") else RATIOS.shallow,)
             both = method == "rwp" and wide and task != "mlp"
             for schedule, ratio in itertools.product(("flat", "cosine")[: 1 + both], ratios):
                 yield replace(plain, method=method, ratio=ratio, schedule=schedule)

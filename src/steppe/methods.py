@@ -19,6 +19,7 @@ from typing import Literal
 from torch import nn
 
 from steppe.ascents import Ascent, MomentumAscent
+from steppe.defaults import MIXED_RATIOS, RATIOS, Ratios
 from steppe.perturbations import AdaptiveGaussian, ElementwiseGaussian, Gaussian, Perturbation
 from steppe.schedules import Strength, needs_steps, with_steps
 
@@ -50,8 +51,8 @@ class Method:
     """The user asked for one batch in all passes, which consecutive micro-batches cannot give."""
     m: int | None = None
     """m-sharpness: `backward` runs all passes on each part of m samples."""
-    attention_ratio: float | None = None
-    """Set where the strength is the default: what it becomes on models with attention."""
+    defaults: Ratios | None = None
+    """Set where nobody gave a strength: what it becomes on each kind of model."""
 
     def __post_init__(self) -> None:
         if not self.passes:
@@ -111,15 +112,16 @@ class Method:
 
     def for_model(self, model: nn.Module) -> Method:
         """The same method with its default strength fitted to this kind of model."""
-        if self.attention_ratio is None or not uses_attention(model):
+        if self.defaults is None:
             return self
+        ratio = self.defaults.for_model(model)
         passes = tuple(
-            replace(p, perturbation=replace(p.perturbation, ratio=self.attention_ratio))
+            replace(p, perturbation=replace(p.perturbation, ratio=ratio))
             if isinstance(p.perturbation, Gaussian)
             else p
             for p in self.passes
         )
-        return replace(self, passes=passes, attention_ratio=None)
+        return replace(self, passes=passes, defaults=None)
 
 
 def sgd() -> Method:
@@ -138,8 +140,8 @@ def rwp(
         >>> rwp(0.01).passes
         (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False), weight=1.0, ...),)
     """
-    ratio, attention = _default_ratio(sigma, ratio, RATIO, isotropic)
-    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic)),), attention_ratio=attention)
+    ratio, defaults = _default_ratio(sigma, ratio, RATIOS, isotropic)
+    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic)),), defaults=defaults)
 
 
 def arwp(
@@ -163,9 +165,9 @@ def arwp(
                 "arwp(0.01, elementwise=True)."
             )
         return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent)),))
-    ratio, attention = _default_ratio(sigma, ratio, RATIO)
+    ratio, defaults = _default_ratio(sigma, ratio, RATIOS)
     noise = AdaptiveGaussian(sigma, ratio, eta=eta, beta=beta, exponent=exponent)
-    return Method("arwp", (Pass(noise),), attention_ratio=attention)
+    return Method("arwp", (Pass(noise),), defaults=defaults)
 
 
 def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
@@ -186,7 +188,7 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
         (Pass(weight=1 - lam), replace(perturbed, weight=lam)),
         feed="one" if same_batch else "each",
         same_batch=same_batch,
-        attention_ratio=method.attention_ratio,
+        defaults=method.defaults,
     )
 
 
@@ -199,9 +201,9 @@ def m_rwp(
     same_batch: bool = False,
 ) -> Method:
     """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes."""
-    ratio, attention = _default_ratio(sigma, ratio, MIXED_RATIO, isotropic)
+    ratio, defaults = _default_ratio(sigma, ratio, MIXED_RATIOS, isotropic)
     method = mixed(rwp(sigma, ratio=ratio, isotropic=isotropic), lam, same_batch=same_batch)
-    return replace(method, attention_ratio=attention)
+    return replace(method, defaults=defaults)
 
 
 def m_arwp(
@@ -216,13 +218,13 @@ def m_arwp(
     same_batch: bool = False,
 ) -> Method:
     """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices."""
-    attention = None
+    defaults = None
     if not elementwise:
-        ratio, attention = _default_ratio(sigma, ratio, MIXED_RATIO)
+        ratio, defaults = _default_ratio(sigma, ratio, MIXED_RATIOS)
     method = arwp(
         sigma, ratio=ratio, eta=eta, beta=beta, exponent=exponent, elementwise=elementwise
     )
-    return replace(mixed(method, lam, same_batch=same_batch), attention_ratio=attention)
+    return replace(mixed(method, lam, same_batch=same_batch), defaults=defaults)
 
 
 def sam(rho: Strength = 0.05, m: int | None = None, same_batch: bool = True) -> Method:
@@ -259,10 +261,10 @@ def antithetic_rwp(
     sigma: Strength | None = None, *, ratio: Strength | None = None, isotropic: bool = False
 ) -> Method:
     """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch."""
-    ratio, attention = _default_ratio(sigma, ratio, RATIO, isotropic)
+    ratio, defaults = _default_ratio(sigma, ratio, RATIOS, isotropic)
     noise = Gaussian(sigma, ratio, isotropic)
     pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
-    return Method("antithetic_rwp", pair, attention_ratio=attention)
+    return Method("antithetic_rwp", pair, defaults=defaults)
 
 
 def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
@@ -270,41 +272,17 @@ def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
     return Method("msam", (Pass(MomentumAscent(rho, momentum)),))
 
 
-RATIO, MIXED_RATIO = (0.6, 0.05), (0.9, 0.05)
-"""Default relative displacement (‖eps_j‖ / ‖w_j‖): most models, and models with attention.
-
-Measured by benchmarks/default_strength.py (docs/decisions.md, *Default strengths*). The second
-costs next to nothing where a model with attention does not overfit; where it does, m_rwp and m_arwp
-gain more from a ratio of 0.1 to 0.2.
-"""
-
-
-def uses_attention(model: nn.Module) -> bool:
-    """Whether a model looks like a transformer, which bears a tenth of the noise of other nets.
-
-    Attention is often written without a module of its own; LayerNorm and RMSNorm then give the
-    model away. Other nets with such modules get the smaller default too: too little noise trains
-    like no noise, too much does not train.
-
-    >>> uses_attention(nn.TransformerEncoderLayer(8, 2)), uses_attention(nn.Linear(8, 2))
-    (True, False)
-    """
-    marks = ("attention", "transformer", "layernorm", "rmsnorm")
-    names = {type(module).__name__.lower() for module in model.modules()}
-    return any(mark in name for name in names for mark in marks)
-
-
 def _default_ratio(
     sigma: Strength | None,
     ratio: Strength | None,
-    default: tuple[float, float],
+    defaults: Ratios,
     isotropic: bool = False,
-) -> tuple[Strength | None, float | None]:
-    """The ratio to use and, if it is the default, what it becomes on attention nets."""
+) -> tuple[Strength | None, Ratios | None]:
+    """The ratio to use and, if nobody gave a strength, what it becomes on each kind of model."""
     if sigma is None and ratio is None:
         if isotropic:
             raise ValueError("isotropic noise has no default strength: give sigma.")
-        return default
+        return defaults.shallow, defaults
     return ratio, None
 
 

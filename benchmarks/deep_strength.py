@@ -1,0 +1,145 @@
+"""What strength does a deep convolution net bear without tuning? The methods at a grid of ratios.
+
+    python benchmarks/deep_strength.py [--root FOLDER] [--seeds 2] [--jobs 2] [--quick] [--out FILE]
+
+The recipe `cifar10-small` trains on 5,000 images. What is compared is the accuracy on the 45,000 training
+images it leaves alone: the test data has no part in choosing a default, and neither have the seeds that
+studies report. Constant strengths, which is what `attach` does with a number, and rising ones, as
+recipes have them for RWP. BatchNorm statistics as trained and recomputed. Runs are kept in `--store`;
+the same command takes up where it was stopped. Conclusions: docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import steppe
+from steppe import lab
+from steppe.lab import Config, LabError, Sources, data
+from steppe.lab.problems import load_data, load_problem
+from steppe.lab.recipes import recipe
+from steppe.lab.specs import parse
+
+FIRST_SEED = 20_000
+METHODS = (
+    "sgd",
+    *[f"rwp:ratio={ratio},schedule=constant" for ratio in (0.1, 0.2, 0.3)],
+    *[f"m-rwp:ratio={ratio}" for ratio in (0.15, 0.3)],
+    *[f"rwp:ratio={ratio}" for ratio in (0.2, 0.3)],
+    *["rwp:ratio=0.6,schedule=constant", "rwp:ratio=0.6", "m-rwp:ratio=0.45", "m-rwp:ratio=0.9"],
+)
+"""The candidates first, the wider picture after them."""
+FACTS = ("accuracy", "loss", "accuracy_recomputed", "loss_recomputed")
+
+
+def run(config: Config, store: Path) -> dict[str, Any]:
+    """Train, and measure the final model on the training images that the recipe leaves alone."""
+    torch.set_num_threads(1)
+    result = lab.train(config, store=store, progress=False)
+    problem = load_problem(config, Sources())
+    rest, own = unused(config, problem.data.train)
+    assert result.folder is not None
+    problem.model.load_state_dict(torch.load(result.folder / "model.pt"))
+    found = score(problem.model, rest)
+    steppe.recompute_norm_stats(problem.model, [x for x, _ in own])
+    again = score(problem.model, rest)
+    return {
+        "method": config.method,
+        "seed": config.seed,
+        "train_accuracy": result.metrics["train"]["accuracy"],
+        **dict(zip(FACTS, (*found, *again), strict=True)),
+        "images": sum(len(y) for _, y in rest),
+    }
+
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def unused(config: Config, used: data.Split) -> tuple[Batches, Batches]:
+    """Batches of the samples that are not trained on, and augmented ones of those that are."""
+    whole = load_data(config.replace(train_size=None, label_noise=0.0), Sources()).train
+    assert isinstance(whole, data.MemorySplit)
+    assert isinstance(used, data.MemorySplit)
+    seen = {image.numpy().tobytes() for image in used.inputs}
+    left = [i for i, image in enumerate(whole.inputs) if image.numpy().tobytes() not in seen]
+    if not left:
+        raise LabError(f"{config.recipe} trains on everything: there is nothing to compare on.")
+    rest = list(whole.batches(list(torch.tensor(left).split(256)), augment_seed=None))
+    own = list(used.batches(data.sequential_order(len(used), 256), augment_seed=0))
+    return rest, own
+
+
+@torch.no_grad()
+def score(model: nn.Module, batches: Batches) -> tuple[float, float]:
+    """Accuracy in % and mean loss."""
+    model.eval()
+    right, loss, count = 0, 0.0, 0
+    for x, y in batches:
+        out = model(x)
+        right += int((out.argmax(1) == y).sum())
+        loss += float(F.cross_entropy(out, y, reduction="sum"))
+        count += len(y)
+    return 100 * right / count, loss / count
+
+
+def table(runs: list[dict[str, Any]]) -> None:
+    """Each method with n, its gain over plain training from the same seed, and the standard error."""
+    plain = {r["seed"]: r for r in runs if r["method"] == "sgd"}
+    print(f"{'method':34}n  train  accuracy         gain   recomputed         gain   loss")
+    for method, group in itertools.groupby(runs, key=lambda r: r["method"]):
+        found = list(group)
+        row = f"{method:34}{len(found)}{statistics.mean(r['train_accuracy'] for r in found):7.1f}"
+        for fact in FACTS[::2]:
+            gains = [r[fact] - plain[r["seed"]][fact] for r in found]
+            error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+            row += f"{statistics.mean(r[fact] for r in found):10.2f}"
+            row += f"{statistics.mean(gains):+7.2f} ± {error:4.2f}"
+        print(f"{row}{statistics.mean(r['loss'] for r in found):7.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="cifar10-small", help="what is trained")
+    parser.add_argument("--root", help="folder of the data sets")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread")
+    parser.add_argument("--store", type=Path, default=Path("runs/deep-strength"))
+    parser.add_argument("--quick", action="store_true", help="three methods, two steps")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    base = recipe(arguments.recipe).replace(root=arguments.root, threads=1, eval_every=0)
+    methods = METHODS
+    if arguments.quick:
+        base, methods = base.replace(steps=2), ("sgd", *METHODS[3:5])
+    seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
+    # Seed by seed, so that a benchmark stopped early has whole columns.
+    configs = [parse(method).apply(base.replace(seed=seed)) for seed in seeds for method in methods]
+    work = partial(run, store=arguments.store)
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        runs = []
+        try:
+            for found in pool.imap(work, configs):
+                print(found, flush=True)
+                runs.append(found)
+        except LabError as error:
+            parser.error(str(error))
+    runs.sort(key=lambda r: (methods.index(r["method"]), r["seed"]))
+    table(runs)
+    result = {"recipe": arguments.recipe, "runs": runs}
+    print("written to", measure.write("deep_strength", result, arguments.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import os
 import queue
 import tempfile
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -73,9 +74,12 @@ def _serve(inbox, outbox):
                 world_size=world,
                 timeout=timedelta(seconds=TIMEOUT),
             )
-            outbox.put((True, job(rank, *args)))
+            outcome = (True, job(rank, *args))
         except BaseException:
-            outbox.put((False, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            outcome = (False, traceback.format_exc())
+        outbox.put(outcome)
+        if dist.is_initialized():
+            if outcome[0]:  # who leaves early breaks the groups that others still connect
+                with suppress(RuntimeError):
+                    dist.barrier()
+            dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -69,8 +69,8 @@ class Studies:
             _write(listing([self._state(each) for each in STUDIES.values()], processes))
             return
         chosen = study(self.name)
-        _check("setting", self.setting, [each.name for each in chosen.settings])
-        _check("method", self.method, [m for each in chosen.settings for m in each.methods])
+        _check("setting", self.setting, {each.name for each in chosen.settings})
+        _check("method", self.method, {m for each in chosen.settings for m in each.methods})
         plan = run_study(
             chosen,
             Evidence(self.evidence, chosen.name),
@@ -124,10 +124,10 @@ def listing(states: list[tuple[Plan, Evidence]], processes: int) -> str:
     return Table(header, tuple(rows), "", note).render("text")
 
 
-def _check(what: str, given: Iterable[str], known: Collection[str]) -> None:
+def _check(what: str, given: Iterable[str], known: set[str]) -> None:
     for name in given:
         if name not in known:
-            raise unknown(what, name, dict.fromkeys(known))
+            raise unknown(what, name, known)
 
 
 def _write(text: str) -> None:

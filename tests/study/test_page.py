@@ -55,6 +55,32 @@ def test_a_row_has_mean_spread_difference_and_n(full, text):
     assert cells[-3:] == ["2.00", "2.00", "6"]
 
 
+def in_short(text):
+    """The rows of the table that stands first, as dicts."""
+    table = text.partition("## In short")[2].partition("## How")[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(header, cells, strict=True)) for cells in rows]
+
+
+def test_in_short_every_setting_has_its_gains(full, text):
+    told = Findings(rich(minima=True), full).differences[Claim("mlp", "defaults", "SAM", "SGD")]
+    assert told.verdict == "better"
+    defaults, tuned = in_short(text)
+    assert defaults["study and setting"] == "`rich`: MLP, few steps"
+    assert (defaults["strengths"], tuned["strengths"]) == ("default", "tuned")
+    assert defaults["plain, %"] == row(text, DEFAULTS, "SGD")[2].split()[0]
+    assert defaults["SAM"] == f"**+{told.mean:.2f}**"
+    assert (defaults["MSAM"], defaults["n"]) == ("–", "6")
+
+
+def test_in_short_few_pairs_are_counted_and_nothing_is_told(tmp_path):
+    fill(rich(seeds=3), tmp_path)
+    defaults, _ = in_short(compose(tmp_path, (rich(seeds=3),))[0])
+    assert re.fullmatch(r"\+\d\.\d\d \(3\)", defaults["SAM"])
+    assert "**" not in "".join(defaults.values())
+
+
 def test_holm_corrects_over_the_whole_study(full):
     findings = Findings(rich(minima=True), full)
     claims = findings.differences
@@ -118,7 +144,8 @@ def test_what_is_missing_is_said(tmp_path):
     assert "24 of " in text
     assert "Still missing, in runs: mlp (defaults 48, tuning 60, tuned 42, lengths" in text
     assert "No runs yet: `steppe study cifar10`." in text
-    assert set(shown) == {"rich-lengths.png"}  # doubled steps are there as controls
+    # Doubled steps are there as controls.
+    assert set(shown) == {"rich-gains.png", "rich-lengths.png"}
 
 
 def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
@@ -133,6 +160,7 @@ def test_the_figures_are_drawn(full, tmp_path):
     names = {file.name for file in files}
     assert names == {
         "evidence.md",
+        "rich-gains.png",
         "rich-lengths.png",
         "rich-mlp-figure2.png",
         "rich-mlp-figure3.png",

@@ -180,7 +180,7 @@ def _fashion() -> Study:
     vit = _recorded("fashion-small-vit", 40 * 31)
     titles = (
         "Fashion-MNIST, 2,000 images, small convolution net",
-        "the same with a small ViT, AdamW",
+        "Fashion-MNIST, 2,000 images, small ViT, AdamW",
     )
     return Study(
         "fashion",

@@ -13,6 +13,7 @@ from steppe.study.definitions import STUDIES, Study
 from steppe.study.evidence import Evidence, Line
 from steppe.study.findings import JUDGED, Findings
 from steppe.study.flatness import minima_table
+from steppe.study.gains import gains_table
 from steppe.study.pictures import Picture, pictures
 from steppe.study.plan import PARTS
 from steppe.study.tables import result_table
@@ -53,13 +54,12 @@ def compose(
     """The text of the page, and by file name the pictures in it."""
     found = [Findings(study, Evidence(evidence, study.name)) for study in studies]
     parts = [OPENING, _overview(found), READING]
-    shown = {}
+    shown: dict[str, Picture] = {}
     for findings in found:
-        parts.append(section(findings))
-        for name, picture in pictures(findings).items():
-            file = f"{findings.study.name}-{name}.png"
-            shown[file] = picture
-            parts.append(f"![{file}](evidence/{file})\n\n*{picture.caption}*\n")
+        made = {f"{findings.study.name}-{name}.png": p for name, p in pictures(findings).items()}
+        first, *rest = [_framed(file, picture) for file, picture in made.items()] or [""]
+        parts += [section(findings, first), *rest]
+        shown |= made
     return "\n".join(parts), shown
 
 
@@ -92,17 +92,23 @@ def _overview(found: list[Findings]) -> str:
         state = "complete" if done == total else "nothing yet" if not done else "in part"
         settings = "; ".join(setting.title for setting in findings.study.settings)
         rows.append(f"- `{findings.study.name}`: {done} of {total} runs, {state}. {settings}.")
-    return "\n".join([*rows, ""])
+    table = gains_table(found)
+    head = [] if table is None else ["## In short", "", table.markdown(), ""]
+    return "\n".join([*head, *rows, ""])
 
 
-def section(findings: Findings) -> str:
-    """One study: what is missing, the answers, the tables."""
+def _framed(file: str, picture: Picture) -> str:
+    return f"![{file}](evidence/{file})\n\n*{picture.caption}*\n"
+
+
+def section(findings: Findings, opening: str) -> str:
+    """One study: what is missing, the opening picture, the answers, the tables."""
     study, lines = findings.study, list(findings.evidence.lines.values())
     parts = [f"## {study.title}", ""]
     if not lines:
         return "\n".join([*parts, f"No runs yet: `steppe study {study.name}`.", ""])
     parts += [_where(lines), "", *_lacks(findings), *(f"{words}\n" for words in study.cut)]
-    parts += answers(findings)
+    parts += [opening, *answers(findings)]
     for setting, part in itertools.product(study.settings, JUDGED):
         for made in (result_table, minima_table):
             table = made(findings, setting, part)

@@ -26,6 +26,7 @@ from steppe.report.studies import (
 from steppe.study.definitions import LENGTHS, Setting
 from steppe.study.evidence import Line
 from steppe.study.findings import Claim, Findings
+from steppe.study.gains import gains_figure
 from steppe.study.plan import Part, at_length
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ class Picture:
 def pictures(findings: Findings) -> dict[str, Picture]:
     """By file name all that there are lines for."""
     drawn: dict[str, Picture] = {}
+    if findings.differences:
+        drawn["gains"] = Picture(
+            "Points of test accuracy gained over plain training from the same seeds: every method "
+            "and control, with intervals at the level of Holm's test.",
+            partial(gains_figure, findings),
+        )
     lengths = [s for s in findings.study.settings if s.lengths and _gains(findings, s)]
     if lengths:
         drawn["lengths"] = Picture(

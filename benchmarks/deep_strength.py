@@ -5,8 +5,8 @@
 The recipe `cifar10-small` trains on 5,000 images. What is compared is the accuracy on the 45,000 training
 images it leaves alone: the test data has no part in choosing a default, and neither have the seeds that
 studies report. Constant strengths, which is what `attach` does with a number, and rising ones, as
-recipes have them for RWP. BatchNorm statistics as trained and recomputed. Runs are kept in `--store`;
-the same command takes up where it was stopped. Conclusions: docs/decisions.md.
+recipes have them for RWP. BatchNorm statistics as trained and recomputed. Runs are kept in `--store`
+and written as they end; the same command takes up where it was stopped. Conclusions: docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from typing import Any
 
 import measure
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import steppe
 from steppe import lab
 from steppe.lab import Config, LabError, Sources, data
+from steppe.lab.evaluation import evaluate
 from steppe.lab.problems import load_data, load_problem
 from steppe.lab.recipes import recipe
 from steppe.lab.specs import parse
@@ -41,7 +40,6 @@ METHODS = (
     *["rwp:ratio=0.6,schedule=constant", "rwp:ratio=0.6", "m-rwp:ratio=0.45", "m-rwp:ratio=0.9"],
 )
 """The candidates first, the wider picture after them."""
-FACTS = ("accuracy", "loss", "accuracy_recomputed", "loss_recomputed")
 
 
 def run(config: Config, store: Path) -> dict[str, Any]:
@@ -49,26 +47,28 @@ def run(config: Config, store: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     result = lab.train(config, store=store, progress=False)
     problem = load_problem(config, Sources())
-    rest, own = unused(config, problem.data.train)
+    model, own = problem.model, problem.data.train
+    rest = unused(config, own)
     assert result.folder is not None
-    problem.model.load_state_dict(torch.load(result.folder / "model.pt"))
-    found = score(problem.model, rest)
-    steppe.recompute_norm_stats(problem.model, [x for x, _ in own])
-    again = score(problem.model, rest)
+    model.load_state_dict(torch.load(result.folder / "model.pt"))
+    found = evaluate(model, rest, problem.task)
+    order = data.sequential_order(len(own), 256)
+    steppe.recompute_norm_stats(model, [x for x, _ in own.batches(order, augment_seed=0)])
+    again = evaluate(model, rest, problem.task)
     return {
         "method": config.method,
         "seed": config.seed,
         "train_accuracy": result.metrics["train"]["accuracy"],
-        **dict(zip(FACTS, (*found, *again), strict=True)),
-        "images": sum(len(y) for _, y in rest),
+        "accuracy": found["accuracy"],
+        "loss": found["loss"],
+        "accuracy_recomputed": again["accuracy"],
+        "loss_recomputed": again["loss"],
+        "images": len(rest),
     }
 
 
-Batches = list[tuple[Tensor, Tensor]]
-
-
-def unused(config: Config, used: data.Split) -> tuple[Batches, Batches]:
-    """Batches of the samples that are not trained on, and augmented ones of those that are."""
+def unused(config: Config, used: data.Split) -> data.Split:
+    """The training samples that are not trained on."""
     whole = load_data(config.replace(train_size=None, label_noise=0.0), Sources()).train
     assert isinstance(whole, data.MemorySplit)
     assert isinstance(used, data.MemorySplit)
@@ -76,22 +76,7 @@ def unused(config: Config, used: data.Split) -> tuple[Batches, Batches]:
     left = [i for i, image in enumerate(whole.inputs) if image.numpy().tobytes() not in seen]
     if not left:
         raise LabError(f"{config.recipe} trains on everything: there is nothing to compare on.")
-    rest = list(whole.batches(list(torch.tensor(left).split(256)), augment_seed=None))
-    own = list(used.batches(data.sequential_order(len(used), 256), augment_seed=0))
-    return rest, own
-
-
-@torch.no_grad()
-def score(model: nn.Module, batches: Batches) -> tuple[float, float]:
-    """Accuracy in % and mean loss."""
-    model.eval()
-    right, loss, count = 0, 0.0, 0
-    for x, y in batches:
-        out = model(x)
-        right += int((out.argmax(1) == y).sum())
-        loss += float(F.cross_entropy(out, y, reduction="sum"))
-        count += len(y)
-    return 100 * right / count, loss / count
+    return whole.subset(torch.tensor(left))
 
 
 def table(runs: list[dict[str, Any]]) -> None:
@@ -101,7 +86,7 @@ def table(runs: list[dict[str, Any]]) -> None:
     for method, group in itertools.groupby(runs, key=lambda r: r["method"]):
         found = list(group)
         row = f"{method:34}{len(found)}{statistics.mean(r['train_accuracy'] for r in found):7.1f}"
-        for fact in FACTS[::2]:
+        for fact in ("accuracy", "accuracy_recomputed"):
             gains = [r[fact] - plain[r["seed"]][fact] for r in found]
             error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
             row += f"{statistics.mean(r[fact] for r in found):10.2f}"
@@ -128,17 +113,18 @@ def main() -> None:
     configs = [parse(method).apply(base.replace(seed=seed)) for seed in seeds for method in methods]
     work = partial(run, store=arguments.store)
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        runs = []
+        runs: list[dict[str, Any]] = []
         try:
             for found in pool.imap(work, configs):
-                print(found, flush=True)
                 runs.append(found)
+                runs.sort(key=lambda r: (methods.index(r["method"]), r["seed"]))
+                result = {"recipe": arguments.recipe, "runs": runs}
+                path = measure.write("deep_strength", result, arguments.out)
+                print(found, flush=True)
         except LabError as error:
             parser.error(str(error))
-    runs.sort(key=lambda r: (methods.index(r["method"]), r["seed"]))
     table(runs)
-    result = {"recipe": arguments.recipe, "runs": runs}
-    print("written to", measure.write("deep_strength", result, arguments.out))
+    print("written to", path)
 
 
 if __name__ == "__main__":

@@ -101,13 +101,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread")
     parser.add_argument("--store", type=Path, default=Path("runs/deep-strength"))
-    parser.add_argument("--quick", action="store_true", help="three methods, two steps")
+    parser.add_argument("--quick", action="store_true", help="two methods, two steps, a narrow net")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     base = recipe(arguments.recipe).replace(root=arguments.root, threads=1, eval_every=0)
     methods = METHODS
     if arguments.quick:
-        base, methods = base.replace(steps=2), ("sgd", *METHODS[3:5])
+        base, methods = base.replace(steps=2, width=1 / 8), ("sgd", "m-rwp:ratio=0.15")
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     # Seed by seed, so that a benchmark stopped early has whole columns.
     configs = [parse(method).apply(base.replace(seed=seed)) for seed in seeds for method in methods]

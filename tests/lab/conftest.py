@@ -28,10 +28,8 @@ def real_data():
             fcntl.flock(lock, fcntl.LOCK_EX)
             command = [sys.executable, str(PREPARE), str(root), name]
             done = subprocess.run(command, capture_output=True, text=True)
-            if not done.returncode:
-                ready.touch()
-        if done.returncode:
-            pytest.skip(f"the real {name} could not be prepared: {done.stderr.strip()[-200:]}")
+            assert not done.returncode, f"the real {name} could not be prepared: {done.stderr}"
+            ready.touch()
         return root
 
     return prepared

@@ -1,6 +1,7 @@
 """The figures are looked at by people; these tests hold what a look can miss."""
 
 import builtins
+import math
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,10 @@ def test_spectra_mark_the_largest_eigenvalue(problems, tmp_path):
         assert axis.lines[-1].get_xdata()[0] == result.largest
 
 
+def words_of(legend):
+    return [text.get_text() for text in legend.get_texts()]
+
+
 def test_radius_curves_carry_error_bars_and_theory(problems, tmp_path):
     radii = [0.01, 0.1, 1.0]
     curves = {
@@ -89,13 +94,18 @@ def test_radius_curves_carry_error_bars_and_theory(problems, tmp_path):
     }
     figure = written(figures.radius_figure(curves), tmp_path)
     assert len(figure.axes[0].containers) == 3
+    assert "second order" in words_of(figure.axes[0].get_legend())
+    curve = curves["SGD"]
+    bare = replace(curve, theory=torch.full_like(curve.theory, math.nan))
+    legend = figures.radius_figure(bare).axes[0].get_legend()
+    assert "second order" not in words_of(legend)
     plain = perturbation_curve(quadratic(rotated(torch.ones(4))), radii, ["random"])
     written(figures.radius_figure(plain), tmp_path)
 
 
 def test_the_trade_off_draws_every_lam(tmp_path):
     figure = written(figures.tradeoff_figure(lams=(1.0, 0.5)), tmp_path)
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    labels = words_of(figure.axes[0].get_legend())
     assert labels == [r"$\lambda$ = 1 (RWP)", r"$\lambda$ = 0.5"]
 
 

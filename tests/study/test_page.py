@@ -130,10 +130,11 @@ def test_a_minimum_that_could_not_be_measured_is_told(full, tmp_path):
 
 
 def test_too_few_seeds_give_no_verdict(tmp_path):
-    fill(rich(seeds=3), tmp_path)
-    text, _ = compose(tmp_path, (rich(seeds=3),))
+    fill(rich(seeds=3, minima=True), tmp_path, minima=True)
+    text, _ = compose(tmp_path, (rich(seeds=3, minima=True),))
     answers = text.partition("## Rich")[2]
     assert ": too few seeds for a verdict; one below" in answers
+    assert re.search(r"SGD is flattest .* methods: \S+ Too few seeds for a verdict\.", answers)
     for word in (": better.", ": worse.", "no difference seen", "Equivalent"):
         assert word not in answers
 

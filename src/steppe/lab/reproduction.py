@@ -12,7 +12,7 @@ from steppe.lab.recipes import recipe
 from steppe.lab.results import Result, stored
 from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import label, parse
-from steppe.lab.statistics import mean_std
+from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Table, signed
 
 TABLES = ("overview", "cifar", "imagenet", "batches")
@@ -78,9 +78,8 @@ def _ours(cell: Cell, ours: list[Result]) -> tuple[str, str, str]:
     """Our mean and deviation, n, and the difference to the paper."""
     if not ours:
         return "–", "0", "–"
-    mean, std = mean_std([result.score() for result in ours])
-    spread = f" ± {std:.2f}" if len(ours) > 1 else ""
-    return f"{mean:.2f}{spread}", str(len(ours)), signed(mean - cell.mean)
+    scores = [result.score() for result in ours]
+    return mean_words(scores), str(len(ours)), signed(mean_std(scores)[0] - cell.mean)
 
 
 def _overview(ours: dict[str, list[Result]]) -> Table:

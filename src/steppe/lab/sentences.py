@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from steppe.lab.problems import shown_name
-from steppe.lab.statistics import ENOUGH, Difference, mean_std
+from steppe.lab.statistics import ENOUGH, Difference, mean_std, mean_words
 from steppe.lab.tables import Table, join_words, signed
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def _others(comparison: Comparison) -> list[str]:
 def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
     metric = comparison.example.metric
     digits = _digits(comparison)
-    mean, std = mean_std(row.values("test", metric))
+    form = f".{digits}f"
     gap, _ = mean_std(row.gaps())
     rest = (mean_std(row.values("test", name))[0] for name in _others(comparison))
     return (
         row.label,
         row.strength or "–",
-        f"{mean:.{digits}f} ± {std:.{digits}f}" if row.finished else "diverged",
+        mean_words(row.values("test", metric), form, form) if row.finished else "diverged",
         interval_words(row.difference, digits),
         "–" if row.difference is None else p_words(row.difference),
         signed(gap, digits).removeprefix("+") if row.finished else "–",

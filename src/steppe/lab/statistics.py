@@ -55,6 +55,18 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def mean_words(values: Sequence[float], mean: str = ".2f", std: str = ".2f") -> str:
+    """Mean and standard deviation in these formats; a single value has no spread to show.
+
+    >>> mean_words([1.0, 2.0, 3.0]), mean_words([1.0]), mean_words([])
+    ('2.00 ± 1.00', '1.00', '–')
+    """
+    if not values:
+        return "–"
+    middle, spread = mean_std(values)
+    return f"{middle:{mean}} ± {spread:{std}}" if len(values) > 1 else f"{middle:{mean}}"
+
+
 def half_width(std: float, n: int, alpha: float = ALPHA) -> float:
     """Half the width of the two-sided t-interval for a mean of n values.
 

@@ -18,7 +18,7 @@ from steppe.lab.problems import Sources
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.specs import option_names, parse
-from steppe.lab.statistics import mean_std
+from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Format, Table
 
 Grid = Mapping[str, Sequence[object]]
@@ -73,8 +73,7 @@ class Sweep:
         rows = []
         for point in self.points:
             scores = point.scores(self.split)
-            mean, std = mean_std(scores)
-            shown = f"{mean:.4g} ± {std:.2g}" if scores else "diverged"
+            shown = mean_words(scores, ".4g", ".2g") if scores else "diverged"
             values = tuple(str(value) for value in point.values.values())
             rows.append((*values, shown, str(len(scores))))
         note: tuple[str, ...] = ()

@@ -154,7 +154,8 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
         axis.set_title(f"{name}, batch {result.batch}, n = {result.origin['samples']}")
         axis.set_xlabel(r"perturbation radius $\|\epsilon\|$")
     figure.supylabel("expected loss", fontsize="medium")
-    axes[0].plot([], [], color="grey", linewidth=3, alpha=0.4, label="second order")
+    if any(torch.isfinite(result.theory).any() for result in by_name.values()):
+        axes[0].plot([], [], color="grey", linewidth=3, alpha=0.4, label="second order")
     axes[0].legend(frameon=False)
     return figure
 

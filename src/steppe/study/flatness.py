@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from scipy import stats
 
-from steppe.lab.statistics import half_width, mean_std
+from steppe.lab.statistics import ENOUGH, half_width, mean_std, mean_words
 from steppe.lab.tables import Table, signed
 from steppe.study.definitions import Setting
 from steppe.study.findings import HOW, Claim, Findings, places
@@ -28,7 +28,8 @@ def minima_table(findings: Findings, setting: Setting, part: Part) -> Table | No
     for name in findings.names(setting, part):
         if not _values(findings, setting, part, name):
             continue
-        cells = [_cell(_values(findings, setting, part, name, key)) for key in MEASURES]
+        values = [_values(findings, setting, part, name, key) for key in MEASURES]
+        cells = [mean_words(each, ".3g", ".2g") for each in values]
         rows.append((name, *cells, str(len(_values(findings, setting, part, name)))))
     if not rows:
         return None
@@ -55,11 +56,6 @@ def _how(findings: Findings) -> tuple[str, ...]:
     )
 
 
-def _cell(values: Sequence[float]) -> str:
-    mean, std = mean_std(values)
-    return f"{mean:.3g} ± {std:.2g}"
-
-
 def flatness_answer(findings: Findings) -> list[str]:
     """The method with the flattest minima against the one with the best accuracy."""
     found = []
@@ -70,6 +66,7 @@ def flatness_answer(findings: Findings) -> list[str]:
         if len(names) < 3:
             continue
         best = max(names, key=lambda name: findings.mean(setting, part, name))
+        n = min(len(_values(findings, setting, part, name)) for name in names)
         for key, words in MEASURES.items():
             values = {n: mean_std(_values(findings, setting, part, n, key))[0] for n in names}
             flattest = min(values, key=lambda name: values[name])
@@ -78,7 +75,7 @@ def flatness_answer(findings: Findings) -> list[str]:
             )
             sentence = f"{place}: by {words} {flattest} is flattest ({values[flattest]:.3g})"
             if flattest == best:
-                sentence += ", and it is the best in test accuracy."
+                sentence += ", and its mean test accuracy is the highest."
             else:
                 pairs = findings.pairs(Claim(setting.name, part, flattest, best))
                 mean, std = mean_std(pairs)
@@ -89,7 +86,7 @@ def flatness_answer(findings: Findings) -> list[str]:
             sentence += (
                 f" Rank correlation with accuracy over {len(names)} methods: {signed(rank)}."
             )
-            found.append(sentence)
+            found.append(sentence if n >= ENOUGH else f"{sentence} Too few seeds for a verdict.")
     return found
 
 

@@ -8,7 +8,7 @@ from steppe.lab.comparison import costs
 from steppe.lab.results import Result
 from steppe.lab.sentences import interval_words, p_words
 from steppe.lab.specs import parse
-from steppe.lab.statistics import mean_std
+from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Table
 from steppe.study.definitions import Setting
 from steppe.study.findings import HOW, Claim, Findings
@@ -67,11 +67,7 @@ def strength_words(findings: Findings, setting: Setting, part: Part, name: str) 
 
 
 def _mean(results: dict[int, Result], split: str) -> str:
-    values = [r.metrics[split][r.metric] for r in results.values() if split in r.metrics]
-    if not values:
-        return "–"
-    mean, std = mean_std(values)
-    return f"{mean:.2f} ± {std:.2f}"
+    return mean_words([r.metrics[split][r.metric] for r in results.values() if split in r.metrics])
 
 
 def _nll(results: dict[int, Result]) -> str:

@@ -116,7 +116,7 @@ def test_the_answers(text):
         "That m-RWP is below SAM, likely because the validation split prefers ratio 0.225 to"
         in text
     )
-    assert "by the largest Hessian eigenvalue SGD is flattest" in text
+    assert "the largest Hessian eigenvalue is smallest for SGD" in text
     assert "at radius 3.16 in random directions and 0.316 along the gradient of 128" in text
     assert "10 times as far, 1.0 orders of magnitude." in text
 
@@ -134,7 +134,7 @@ def test_too_few_seeds_give_no_verdict(tmp_path):
     text, _ = compose(tmp_path, (rich(seeds=3, minima=True),))
     answers = text.partition("## Rich")[2]
     assert ": too few seeds for a verdict; one below" in answers
-    assert re.search(r"SGD is flattest .* methods: \S+ Too few seeds for a verdict\.", answers)
+    assert re.search(r"is smallest for SGD .* methods: \S+ Too few seeds for a verdict\.", answers)
     for word in (": better.", ": worse.", "no difference seen", "Equivalent"):
         assert word not in answers
 

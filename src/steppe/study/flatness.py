@@ -73,14 +73,14 @@ def flatness_answer(findings: Findings) -> list[str]:
             rank = _rank_correlation(
                 [values[n] for n in names], [findings.mean(setting, part, n) for n in names]
             )
-            sentence = f"{place}: by {words} {flattest} is flattest ({values[flattest]:.3g})"
+            sentence = f"{place}: {words} is smallest for {flattest} ({values[flattest]:.3g})"
             if flattest == best:
                 sentence += ", and its mean test accuracy is the highest."
             else:
                 pairs = findings.pairs(Claim(setting.name, part, flattest, best))
                 mean, std = mean_std(pairs)
                 sentence += (
-                    f"; the best is {best} ({values[best]:.3g}), above it by "
+                    f"; the best is {best} ({values[best]:.3g}), more accurate by "
                     f"{_spread(-mean, std, len(pairs))} points."
                 )
             sentence += (

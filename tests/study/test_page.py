@@ -10,6 +10,7 @@ from steppe.lab.published import CIFAR, IMAGENET
 from steppe.lab.statistics import half_width, mean_std
 from steppe.study import STUDIES, Evidence, make_plan
 from steppe.study.findings import PAPER_ORDER, Claim, Findings
+from steppe.study.gains import gains_figure
 from steppe.study.page import compose, write_page
 from tests.study.made_up import accuracy, fill
 from tests.study.tiny import rich
@@ -153,6 +154,18 @@ def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
     fill(rich(), tmp_path)
     text, _ = compose(tmp_path, (rich(seeds=5),))
     assert "lines belong to no run of the study as it is defined now" in text
+
+
+def test_the_gains_are_drawn_with_their_intervals(full):
+    findings = Findings(rich(minima=True), full)
+    (axis,) = gains_figure(findings).axes
+    names = [tick.get_text() for tick in axis.get_yticklabels()]
+    points, _, (bars,) = axis.containers[0].lines
+    place = names.index("m-ARWP")
+    told = findings.differences[Claim("mlp", "defaults", "m-ARWP", "SGD")]
+    assert points.get_xdata()[place] == pytest.approx(told.mean)
+    assert bars.get_segments()[place][:, 0] == pytest.approx([told.low, told.high])
+    assert axis.get_xlabel() == "points gained over SGD, n = 6"
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def gains_figure(findings: Findings) -> Figure:
 
 
 def _panel(axis: Any, findings: Findings, setting: Setting, names: list[str]) -> None:
-    reach = [0.0]
+    reach, counts = [0.0], []
     for part, shift in zip(JUDGED, (-0.17, 0.17), strict=True):
         gains = gains_of(findings, setting, part)
         if not gains:
@@ -89,6 +89,7 @@ def _panel(axis: Any, findings: Findings, setting: Setting, names: list[str]) ->
             label=f"{SHORT[part]} strengths",
         )
         reach += means
+        counts += [gain.n for gain in gains.values()]
         # The interval of two or three pairs would leave no room for anything else.
         reach += [end for g in gains.values() if g.n >= ENOUGH for end in (g.low, g.high)]
     edge = 0.06 * (max(reach) - min(reach)) or 1.0
@@ -98,9 +99,18 @@ def _panel(axis: Any, findings: Findings, setting: Setting, names: list[str]) ->
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(axis="x", alpha=0.3)
     plain = setting.called(METHODS[0])
-    n = len(findings.finished(setting, "defaults", plain))
-    axis.set_xlabel(f"points gained over {plain}, n = {n}")
+    axis.set_xlabel(f"points gained over {plain}, n = {range_words(counts)}")
     axis.set_title(setting.title, fontsize="medium", wrap=True)
+
+
+def range_words(counts: Sequence[int]) -> str:
+    """The least and the most of them.
+
+    >>> range_words([5, 3, 4]), range_words([20, 20]), range_words([])
+    ('3 to 5', '20', '0')
+    """
+    ends = (min(counts, default=0), max(counts, default=0))
+    return " to ".join(map(str, dict.fromkeys(ends)))
 
 
 def _rows(findings: Findings, setting: Setting) -> list[str]:

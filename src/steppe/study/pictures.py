@@ -26,7 +26,7 @@ from steppe.report.studies import (
 from steppe.study.definitions import LENGTHS, Setting
 from steppe.study.evidence import Line
 from steppe.study.findings import Claim, Findings
-from steppe.study.gains import gains_figure
+from steppe.study.gains import gains_figure, range_words
 from steppe.study.plan import Part, at_length
 
 if TYPE_CHECKING:
@@ -209,9 +209,8 @@ def _length_figure(findings: Findings, settings: list[Setting]) -> Figure:
         axis.set_xlim(0.21, 2.4)
         axis.set_xlabel("length of training")
         axis.set_ylabel("points gained over SGD")
-        counts = sorted({gain.n for gains in shown.values() for gain in gains})
-        n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
-        axis.set_title(f"{setting.title}, n = {n}", fontsize="medium")
+        counts = [gain.n for gains in shown.values() for gain in gains]
+        axis.set_title(f"{setting.title}, n = {range_words(counts)}", fontsize="medium")
         axis.legend(frameon=False, fontsize="small")
     return figure
 

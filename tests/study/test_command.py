@@ -52,8 +52,12 @@ def test_the_list_says_what_is_done_and_missing(capsys, tmp_path):
 def test_the_page_shows_all_studies(capsys, tmp_path):
     assert steppe("digits", "--page", "--evidence", tmp_path) == 2
     assert "without a name" in capsys.readouterr().err
-    assert steppe("--page", "--evidence", tmp_path / "none", "--docs", tmp_path / "docs") == 0
-    page = (tmp_path / "docs" / "evidence.md").read_text()
+    docs = tmp_path / "docs"
+    assert steppe("--page", "--evidence", tmp_path / "none", "--docs", docs) == 2
+    assert f"no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert not docs.exists()
+    assert steppe("--page", "--evidence", tmp_path, "--docs", docs) == 0
+    page = (docs / "evidence.md").read_text()
     for study in STUDIES.values():
         assert f"## {study.title}" in page
 

@@ -86,6 +86,8 @@ class Studies:
     def _write_page(self) -> None:
         if self.name is not None:
             raise LabError("the page shows all studies: steppe study --page, without a name.")
+        if not self.evidence.is_dir():
+            raise LabError(f"there is no folder {self.evidence} to read lines of evidence from.")
         try:
             from steppe.study.page import write_page
 

@@ -150,6 +150,15 @@ def test_what_is_missing_is_said(tmp_path):
     assert set(shown) == {"rich-gains.png", "rich-lengths.png"}
 
 
+def test_without_plain_training_there_are_no_gains(tmp_path):
+    methods = ("rwp", "arwp")
+    fill(rich(), tmp_path, take=lambda e: e.config.method.split(":")[0] in methods)
+    text, shown = compose(tmp_path, (rich(),))
+    assert "## In short" not in text
+    assert "rich-gains.png" not in shown
+    assert "ARWP − RWP is" in text
+
+
 def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
     fill(rich(), tmp_path)
     text, _ = compose(tmp_path, (rich(seeds=5),))

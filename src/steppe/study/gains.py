@@ -58,7 +58,7 @@ def _cell(gain: Difference | None) -> str:
 
 def gains_figure(findings: Findings) -> Figure:
     """Every row of a study against plain training, with its interval; a panel for each setting."""
-    rows = [(setting, _rows(findings, setting)) for setting in findings.study.settings]
+    rows = [(setting, gainers(findings, setting)) for setting in findings.study.settings]
     shown = [(setting, names) for setting, names in rows if names]
     most = max(len(names) for _, names in shown)
     figure, axes = panels(len(shown), width=4.6, height=0.27 * most + 0.9, columns=2)
@@ -113,7 +113,7 @@ def range_words(counts: Sequence[int]) -> str:
     return " to ".join(map(str, dict.fromkeys(ends)))
 
 
-def _rows(findings: Findings, setting: Setting) -> list[str]:
+def gainers(findings: Findings, setting: Setting) -> list[str]:
     """All that can be compared with plain training, at either kind of strengths."""
     return list(dict.fromkeys(n for part in JUDGED for n in gains_of(findings, setting, part)))
 

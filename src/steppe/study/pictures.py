@@ -26,7 +26,7 @@ from steppe.report.studies import (
 from steppe.study.definitions import LENGTHS, Setting
 from steppe.study.evidence import Line
 from steppe.study.findings import Claim, Findings
-from steppe.study.gains import gains_figure, range_words
+from steppe.study.gains import gainers, gains_figure, range_words
 from steppe.study.plan import Part, at_length
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Picture:
 def pictures(findings: Findings) -> dict[str, Picture]:
     """By file name all that there are lines for."""
     drawn: dict[str, Picture] = {}
-    if findings.differences:
+    if any(gainers(findings, setting) for setting in findings.study.settings):
         drawn["gains"] = Picture(
             "Points of test accuracy gained over plain training from the same seeds: every method "
             "and control, with intervals at the level of Holm's test.",

@@ -15,7 +15,6 @@ import argparse
 import itertools
 import math
 import multiprocessing
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,10 @@ from steppe.lab.evaluation import evaluate
 from steppe.lab.problems import load_data, load_problem
 from steppe.lab.recipes import recipe
 from steppe.lab.specs import parse
+from steppe.lab.statistics import mean_std
 
 FIRST_SEED = 20_000
+FACTS = ("train_accuracy", "accuracy", "accuracy_recomputed", "loss")
 METHODS = (
     "sgd",
     *[f"rwp:ratio={ratio},schedule=constant" for ratio in (0.1, 0.2, 0.3)],
@@ -85,13 +86,13 @@ def table(runs: list[dict[str, Any]]) -> None:
     print(f"{'method':34}n  train  accuracy         gain   recomputed         gain   loss")
     for method, group in itertools.groupby(runs, key=lambda r: r["method"]):
         found = list(group)
-        row = f"{method:34}{len(found)}{statistics.mean(r['train_accuracy'] for r in found):7.1f}"
+        mean = {fact: mean_std([r[fact] for r in found])[0] for fact in FACTS}
+        row = f"{method:34}{len(found)}{mean['train_accuracy']:7.1f}"
         for fact in ("accuracy", "accuracy_recomputed"):
-            gains = [r[fact] - plain[r["seed"]][fact] for r in found]
-            error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
-            row += f"{statistics.mean(r[fact] for r in found):10.2f}"
-            row += f"{statistics.mean(gains):+7.2f} ± {error:4.2f}"
-        print(f"{row}{statistics.mean(r['loss'] for r in found):7.3f}")
+            gain, std = mean_std([r[fact] - plain[r["seed"]][fact] for r in found])
+            error = std / math.sqrt(len(found)) if len(found) > 1 else math.nan
+            row += f"{mean[fact]:10.2f}{gain:+7.2f} ± {error:4.2f}"
+        print(f"{row}{mean['loss']:7.3f}")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from steppe.lab.errors import LabError, explained
 from steppe.lab.runs import DEFAULT_STORE, Run
 from steppe.report.analyses import is_stored, perform, problem_of
 from steppe.report.subjects import find_comparison, find_runs
+from steppe.report.svg import shown_within
 
 logger = logging.getLogger("steppe")
 
@@ -289,7 +290,7 @@ def described(result: Result) -> str:
             return f"loss {result.centre:.4g} at the centre, up to {top:.4g}{holes}"
         case analysis.Spectrum():
             return (
-                f"largest eigenvalue {result.largest:.4g} ± {result.largest_residual:.1g}, "
+                f"largest eigenvalue {shown_within(result.largest, result.largest_residual)}, "
                 f"trace {result.trace:.4g} ± {result.trace_error:.1g}"
             )
         case analysis.RadiusCurve():

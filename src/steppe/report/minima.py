@@ -29,7 +29,7 @@ from steppe.report.sections import (
     legend,
     value_range,
 )
-from steppe.report.svg import Scale, scale_for, shown, tag, text
+from steppe.report.svg import Scale, scale_for, shown, shown_within, tag, text
 
 KINDS = {
     "random": "random directions",
@@ -111,9 +111,7 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
     for index, s in spectra.items():
         name = gathered.rows[index].label
         largest = f"λmax = {shown(s.largest, 3)}"
-        told = shown(s.largest)
-        if s.largest_residual > 1e-4 * abs(s.largest):  # else all figures shown are right
-            told += f" ± {shown(s.largest_residual, 1)}"
+        told = shown_within(s.largest, s.largest_residual)
         trace = f"{shown(s.trace)} ± {shown(s.trace_error, 2)}"
         points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))
         labels = ("eigenvalue of the Hessian", "density")

@@ -49,6 +49,16 @@ def shown(value: float, figures: int = 4) -> str:
     return words.replace("-", "−")
 
 
+def shown_within(value: float, error: float) -> str:
+    """A number with its error, where the error touches the four figures shown.
+
+    >>> shown_within(1.019, 6e-31), shown_within(1.019, 0.02)
+    ('1.019', '1.019 ± 0.02')
+    """
+    told = shown(value)
+    return told if error <= 1e-4 * abs(value) else f"{told} ± {shown(error, 1)}"
+
+
 @dataclass(frozen=True)
 class Scale:
     """From values to coordinates, linear or logarithmic."""

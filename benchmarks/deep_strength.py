@@ -90,8 +90,8 @@ def table(runs: list[dict[str, Any]]) -> None:
         row = f"{method:34}{len(found)}{mean['train_accuracy']:7.1f}"
         for fact in ("accuracy", "accuracy_recomputed"):
             gain, std = mean_std([r[fact] - plain[r["seed"]][fact] for r in found])
-            error = std / math.sqrt(len(found)) if len(found) > 1 else math.nan
-            row += f"{mean[fact]:10.2f}{gain:+7.2f} ± {error:4.2f}"
+            error = f"± {std / math.sqrt(len(found)):4.2f}" if len(found) > 1 else ""
+            row += f"{mean[fact]:10.2f}{gain:+7.2f} {error:6}"
         print(f"{row}{mean['loss']:7.3f}")
 
 

@@ -28,6 +28,8 @@ def test_it_measures_on_images_that_are_not_trained_on(real_data, tmp_path):
     root = real_data("cifar10")
     done = measured(out, "--seeds", "1", "--root", str(root), "--store", str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
+    assert "±" not in done.stdout  # one seed has no spread
+    assert "nan" not in done.stdout
     runs = json.loads(out.read_text())["runs"]
     assert [run["images"] for run in runs] == [45_000] * 2
     assert [run["method"] for run in runs] == ["sgd", "m-rwp:ratio=0.15"]

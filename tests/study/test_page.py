@@ -210,6 +210,16 @@ def test_the_committed_page_is_what_the_committed_lines_say():
     assert drawn == set(shown)
 
 
+def test_the_readme_says_what_the_committed_page_says():
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = readme.partition("What CIFAR-10 at CPU size has shown")[2].partition("\n##")[0]
+    title = "CIFAR-10, 5,000 images, ResNet-18 of a quarter width, default strengths, untuned"
+    rows = [row(page, title, m) for m in ("SGD", "RWP", "m-ARWP", "SGD, steps doubled")]
+    assert [cells[-1] for cells in rows] == ["5"] * 4
+    assert re.findall(r"[\d.]+ ± [\d.]+", told) == [cells[2] for cells in rows]
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_committed_line_belongs_to_its_study_once(name):
     """A line whose method had another default then stays: the page counts it and shows it not."""

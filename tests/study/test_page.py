@@ -2,12 +2,14 @@
 
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from steppe.lab.published import CIFAR, IMAGENET
 from steppe.lab.statistics import half_width, mean_std
+from steppe.lab.tuning import Tune
 from steppe.study import STUDIES, Evidence, make_plan
 from steppe.study.findings import PAPER_ORDER, Claim, Findings
 from steppe.study.gains import gains_figure
@@ -56,10 +58,10 @@ def test_a_row_has_mean_spread_difference_and_n(full, text):
     assert cells[-3:] == ["2.00", "2.00", "6"]
 
 
-def in_short(text):
-    """The rows of the table that stands first, as dicts."""
-    table = text.partition("## In short")[2].partition("## How")[0]
-    lines = [line for line in table.splitlines() if line.startswith("|")]
+def in_short(text, first="study and setting"):
+    """The rows of the opening table whose first column is called so, as dicts."""
+    start = text.partition("## How")[0].index(f"| {first} |")
+    lines = text[start:].partition("\n\n")[0].splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(header, cells, strict=True)) for cells in rows]
 
@@ -80,6 +82,31 @@ def test_in_short_few_pairs_are_counted_and_nothing_is_told(tmp_path):
     defaults, _ = in_short(compose(tmp_path, (rich(seeds=3),))[0])
     assert re.fullmatch(r"\+\d\.\d\d \(3\)", defaults["SAM"])
     assert "**" not in "".join(defaults.values())
+
+
+def test_in_short_verdicts_are_counted_over_all_settings(full, text):
+    told = Findings(rich(minima=True), full).differences
+    asked = {each["question"]: each for each in in_short(text, "question")}
+    gains = asked["Do the methods gain?"]
+    assert (gains["better"], gains["worse"], gains["all"]) == ("10", "0", "10")
+    means = [
+        t.mean for claim, t in told.items() if claim.second == "SGD" and "," not in claim.first
+    ]
+    assert gains["means"] == f"+{min(means):.2f} to +{max(means):.2f}"
+    mixed = asked["Does mixing help beyond its second batch?"]
+    assert (mixed["worse"], mixed["no difference seen"]) == ("2", "0")
+    assert "m-ARWP and SAM are equivalent within 0.5 points in 2 of 2." in text
+    assert "the highest mean accuracy in 0 of 1 tables of minima." in text
+
+
+def test_in_short_the_same_runs_count_once(tmp_path):
+    only = Tune(factors=(1.0,), extend=False, baseline=True)  # no choice but the default
+    (setting,) = rich().settings
+    study = replace(rich(), groups=((replace(setting, tune=only),),))
+    fill(study, tmp_path)
+    text, _ = compose(tmp_path, (study,))
+    assert [each["strengths"] for each in in_short(text)] == ["default", "tuned"]
+    assert [each["all"] for each in in_short(text, "question")] == ["5", "2", "1", "1", "5"]
 
 
 def test_holm_corrects_over_the_whole_study(full):
@@ -154,7 +181,9 @@ def test_without_plain_training_there_are_no_gains(tmp_path):
     methods = ("rwp", "arwp")
     fill(rich(), tmp_path, take=lambda e: e.config.method.split(":")[0] in methods)
     text, shown = compose(tmp_path, (rich(),))
-    assert "## In short" not in text
+    assert "| study and setting |" not in text
+    adaptive, *_ = in_short(text, "question")
+    assert adaptive["compared"].startswith("ARWP − RWP")
     assert "rich-gains.png" not in shown
     assert "ARWP − RWP is" in text
 

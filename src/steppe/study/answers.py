@@ -120,10 +120,15 @@ def matching_answer(findings: Findings) -> list[str]:
             continue
         words = told(claim, difference)
         if difference.n >= ENOUGH:
-            match = equivalent(findings.pairs(claim), MARGIN)
-            words += f" Equivalent within {MARGIN:g} points: {'yes' if match else 'not shown'}."
+            match = "yes" if matches(findings, claim) else "not shown"
+            words += f" Equivalent within {MARGIN:g} points: {match}."
         found.append(f"{place}: {words}")
     return found
+
+
+def matches(findings: Findings, claim: Claim) -> bool:
+    """Whether the two are equivalent within the margin."""
+    return equivalent(findings.pairs(claim), MARGIN)
 
 
 def ordering_answer(findings: Findings) -> list[str]:

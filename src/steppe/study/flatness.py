@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scipy import stats
 
@@ -18,6 +19,8 @@ MEASURES = {
     "adaptive_sharpness": "adaptive sharpness",
     "weight_norm": "the norm of the weights",
 }
+FEWEST = 3
+"""Methods that must be measured before one of them is called the flattest."""
 RISE = 0.1
 """The rise of the loss at which radii are compared."""
 
@@ -56,37 +59,70 @@ def _how(findings: Findings) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """Methods by a measure of their minima and by test accuracy, both means over seeds."""
+
+    measured: dict[str, float]
+    accuracy: dict[str, float]
+    seeds: int
+    """Of the method that has the fewest."""
+
+    @property
+    def flattest(self) -> str:
+        return min(self.measured, key=lambda name: self.measured[name])
+
+    @property
+    def best(self) -> str:
+        return max(self.accuracy, key=lambda name: self.accuracy[name])
+
+    @property
+    def correlation(self) -> float:
+        """Spearman's, over the methods."""
+        return _rank_correlation(list(self.measured.values()), list(self.accuracy.values()))
+
+
+def ranking(findings: Findings, setting: Setting, part: Part, key: str) -> Ranking | None:
+    """The methods that were measured; None where they are too few to call one the flattest."""
+    names = map(setting.called, setting.methods)
+    found = {
+        name: values for name in names if (values := _values(findings, setting, part, name, key))
+    }
+    if len(found) < FEWEST:
+        return None
+    return Ranking(
+        {name: mean_std(values)[0] for name, values in found.items()},
+        {name: findings.mean(setting, part, name) for name in found},
+        min(map(len, found.values())),
+    )
+
+
 def flatness_answer(findings: Findings) -> list[str]:
     """The method with the flattest minima against the one with the best accuracy."""
     found = []
     for setting, part, place in places(findings):
-        names = [
-            n for n in map(setting.called, setting.methods) if _values(findings, setting, part, n)
-        ]
-        if len(names) < 3:
-            continue
-        best = max(names, key=lambda name: findings.mean(setting, part, name))
-        n = min(len(_values(findings, setting, part, name)) for name in names)
         for key, words in MEASURES.items():
-            values = {n: mean_std(_values(findings, setting, part, n, key))[0] for n in names}
-            flattest = min(values, key=lambda name: values[name])
-            rank = _rank_correlation(
-                [values[n] for n in names], [findings.mean(setting, part, n) for n in names]
-            )
-            sentence = f"{place}: {words} is smallest for {flattest} ({values[flattest]:.3g})"
+            ranks = ranking(findings, setting, part, key)
+            if ranks is None:
+                continue
+            flattest, best, measured = ranks.flattest, ranks.best, ranks.measured
+            sentence = f"{place}: {words} is smallest for {flattest} ({measured[flattest]:.3g})"
             if flattest == best:
                 sentence += ", and its mean test accuracy is the highest."
             else:
                 pairs = findings.pairs(Claim(setting.name, part, flattest, best))
                 mean, std = mean_std(pairs)
                 sentence += (
-                    f"; the best is {best} ({values[best]:.3g}), more accurate by "
+                    f"; the best is {best} ({measured[best]:.3g}), more accurate by "
                     f"{_spread(-mean, std, len(pairs))} points."
                 )
             sentence += (
-                f" Rank correlation with accuracy over {len(names)} methods: {signed(rank)}."
+                f" Rank correlation with accuracy over {len(measured)} methods: "
+                f"{signed(ranks.correlation)}."
             )
-            found.append(sentence if n >= ENOUGH else f"{sentence} Too few seeds for a verdict.")
+            if ranks.seeds < ENOUGH:
+                sentence += " Too few seeds for a verdict."
+            found.append(sentence)
     return found
 
 

@@ -16,6 +16,7 @@ from steppe.study.flatness import minima_table
 from steppe.study.gains import gains_table
 from steppe.study.pictures import Picture, pictures
 from steppe.study.plan import PARTS
+from steppe.study.summary import summary_table
 from steppe.study.tables import result_table
 
 COMMAND = "steppe study --page"
@@ -46,6 +47,7 @@ READING = """## How to read it
 - *BN recomputed*: accuracy after BatchNorm's statistics were computed anew at the final weights. Time is
   processor time of the training steps on one thread, median of the pairs; FLOPs are counted.
 """
+STATE = "What has been trained so far:"
 
 
 def compose(
@@ -92,9 +94,9 @@ def _overview(found: list[Findings]) -> str:
         state = "complete" if done == total else "nothing yet" if not done else "in part"
         settings = "; ".join(setting.title for setting in findings.study.settings)
         rows.append(f"- `{findings.study.name}`: {done} of {total} runs, {state}. {settings}.")
-    table = gains_table(found)
-    head = [] if table is None else ["## In short", "", table.markdown(), ""]
-    return "\n".join([*head, *rows, ""])
+    tables = [table for table in (gains_table(found), summary_table(found)) if table is not None]
+    head = ["## In short", ""] if tables else []
+    return "\n".join([*head, *(f"{table.markdown()}\n" for table in tables), STATE, "", *rows, ""])
 
 
 def _framed(file: str, picture: Picture) -> str:

@@ -47,10 +47,17 @@ class Table:
         return "\n".join([*out, *([""] if self.notes else []), *self.notes])
 
     def markdown(self) -> str:
-        """A Markdown table with the title in bold."""
+        """A Markdown table with the title in bold, words to the left, numbers to the right.
+
+        >>> print(Table(("method", "strength", "n"), (("SAM", "rho 0.05", "5"),)).markdown())
+        | method | strength | n |
+        |---|---|---:|
+        | SAM | rho 0.05 | 5 |
+        """
         escaped = [[cell.replace("|", r"\|") for cell in row] for row in (self.header, *self.rows)]
         lines = ["| " + " | ".join(row) + " |" for row in escaped]
-        lines.insert(1, "|---|" + "---:|" * (len(self.header) - 1))
+        columns = [[row[i] for row in self.rows] for i in range(1, len(self.header))]
+        lines.insert(1, "|---|" + "".join("---|" if _is_words(c) else "---:|" for c in columns))
         head = [f"**{self.title}**", ""] if self.title else []
         notes = [line for note in self.notes for line in ("", note)]
         return "\n".join([*head, *lines, *notes])

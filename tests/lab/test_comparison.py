@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from scipy import stats
 from torch import nn
 
 from steppe.lab import Comparison, Config, LabError, Tune, compare, engines
+from steppe.lab.comparison import costs
 from steppe.lab.data import wrap
 from steppe.lab.tuning import Choice, _beyond
 
@@ -46,6 +48,15 @@ def test_cost_is_measured(result):
     assert [row.cost["flops"] for row in result.rows] == pytest.approx([1, 2, 2], rel=1e-3)
     assert result.baseline.cost["time"] == 1
     assert all(row.cost["time"] > 0 for row in result.rows)
+
+
+def test_times_of_different_machines_are_not_compared(result):
+    base, own = result.baseline.results, result.row("sam").results
+    moved = [replace(r, environment={**r.environment, "processor": "abacus"}) for r in own]
+    assert costs([*own[:3], *moved[3:]], base) == costs(own[:3], base[:3])
+    assert costs(moved, base) == {"flops": costs(own, base)["flops"]}
+    newer = [replace(r, environment={**r.environment, "commit": "fff"}) for r in own]
+    assert costs(newer, base) == costs(own, base)
 
 
 def test_gap_and_other_metrics(result):

@@ -233,11 +233,11 @@ def _baseline_first(specs: list[Spec]) -> list[Spec]:
 
 
 def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]:
-    """FLOPs and time as multiples of the baseline's, over pairs of runs."""
+    """FLOPs and time as multiples of the baseline's, over pairs of runs; time on equal machines."""
     times = [
         a.cost_seconds / b.cost_seconds
         for a, b in zip(results, base, strict=True)
-        if a.status == b.status == "finished" and b.cost_seconds > 0
+        if a.status == b.status == "finished" and b.cost_seconds > 0 and a.machine == b.machine
     ]
     found = {"flops": results[0].flops * results[0].steps / max(1, base[0].flops * base[0].steps)}
     if times:

@@ -50,6 +50,12 @@ class Result:
         alone = one_rank and self.config.device == "cpu" and self.config.threads == 1
         return self.cpu_seconds if alone else self.seconds
 
+    @property
+    def machine(self) -> dict[str, Any]:
+        """Where it ran, as far as its time depends on that: the environment but for steppe's code."""
+        ours = ("steppe", "commit")
+        return {name: value for name, value in self.environment.items() if name not in ours}
+
     def score(self, split: str = "test") -> float:
         """The deciding metric on a split."""
         if split not in self.metrics:

@@ -134,7 +134,7 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
     lines.append(
         "Mean ± standard deviation over seeds, final model. Differences are paired by seed, with "
         "t-intervals at the level of Holm's test over all rows. Gap: how much better the metric is on training data. Time: of "
-        "the training steps, median of the pairs."
+        "the training steps, median of the pairs that ran on equal machines."
     )
     tuned = [row for row in comparison.rows if row.trials]
     if tuned:

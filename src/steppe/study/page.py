@@ -45,7 +45,8 @@ READING = """## How to read it
   *steps doubled* as many FLOPs. *SAM, two batches* takes its two gradients from different batches,
   *m-ARWP, one batch* from the same.
 - *BN recomputed*: accuracy after BatchNorm's statistics were computed anew at the final weights. Time is
-  processor time of the training steps on one thread, median of the pairs; FLOPs are counted.
+  processor time of the training steps on one thread, median of the pairs that ran on equal machines;
+  FLOPs are counted.
 """
 STATE = "What has been trained so far:"
 

@@ -186,6 +186,10 @@ def test_without_plain_training_there_are_no_gains(tmp_path):
     assert adaptive["compared"].startswith("ARWP − RWP")
     assert "rich-gains.png" not in shown
     assert "ARWP − RWP is" in text
+    assert "| method | strength | accuracy % | − SGD [interval] |" in text
+    assert row(text, DEFAULTS, "ARWP")[3:5] == ["–", "–"]  # never against RWP in SGD's place
+    told = Findings(rich(), Evidence(tmp_path, "rich")).differences
+    assert {(claim.first, claim.second) for claim in told} == {("ARWP", "RWP")}
 
 
 def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):

@@ -200,6 +200,17 @@ def test_limits_and_the_order_of_runs(tmp_path):
     assert len(plan.waiting) == 6  # not known before the trials
 
 
+def test_a_method_alone_is_tuned_and_trained_to_the_end(tmp_path):
+    limits = Limits(parts=("tuning", "tuned"), methods=("arwp",))
+    run_study(tiny(), evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
+    plan = make_plan(tiny(), evidence(tmp_path))
+    assert set(plan.choices["mlp"]) == {"arwp"}
+    assert {entry.name for entry in plan.waiting} == {"SGD"}
+    tuned = [entry for entry in plan.entries if entry.part == "tuned"]
+    assert {entry.name for entry in tuned} == {"ARWP", "ARWP, batch doubled"}
+    assert all(evidence(tmp_path).find(entry.run) for entry in tuned)
+
+
 def test_ctrl_c_keeps_what_is_finished(tmp_path, monkeypatch):
     append = Evidence.append
 

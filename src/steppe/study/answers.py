@@ -189,9 +189,8 @@ def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str
             )
     gap = _gap(findings, setting, part)
     if gap < LITTLE:
-        base = setting.called("sgd")
         reasons.append(
-            f"{base} itself is only {gap:.1f} points worse on test than on training data, so that "
+            f"{setting.plain} itself is only {gap:.1f} points worse on test than on training data, so that "
             "there is little to gain and noise costs"
         )
     if not reasons:
@@ -200,7 +199,7 @@ def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str
 
 
 def _gap(findings: Findings, setting: Setting, part: Part) -> float:
-    base = findings.finished(setting, part, setting.called("sgd")).values()
+    base = findings.finished(setting, part, setting.plain).values()
     return mean_std([result.score("train") - result.score("test") for result in base])[0]
 
 
@@ -214,9 +213,9 @@ def cost_answer(findings: Findings) -> list[str]:
     """Everything that is worse than plain training, and what collapsed."""
     found = []
     for setting, part, place in places(findings):
-        base, *rest = findings.names(setting, part)
+        base = setting.plain
         plain = {control.name for control in setting.controls if control.method == "sgd"}
-        others = [name for name in rest if name not in plain]
+        others = [name for name in findings.names(setting, part) if name not in {base, *plain}]
         lost, judged = [], 0
         for name in others:
             _, difference = findings.difference(setting, part, (name, base))

@@ -79,6 +79,11 @@ class Setting:
     minima: bool = False
     """Whether curvature, sharpness and weight norm of the final models are measured."""
 
+    @property
+    def plain(self) -> str:
+        """How tables call plain training here."""
+        return self.called(METHODS[0])
+
     def called(self, method: str) -> str:
         """How tables call a method here."""
         return _label(method, self.config.optimizer)

@@ -87,8 +87,8 @@ class Findings:
 
     def _claims(self, setting: Setting, part: Part) -> list[Claim]:
         """Every row against plain training, and what the questions ask."""
-        base, *others = self.names(setting, part) or [""]
-        found = [Claim(setting.name, part, name, base) for name in others]
+        others = [name for name in self.names(setting, part) if name != setting.plain]
+        found = [Claim(setting.name, part, name, setting.plain) for name in others]
         asked = [*adaptive(setting), mixing(setting), matching(setting), *ordering(setting)]
         found += [Claim(setting.name, part, first, second) for first, second in asked]
         return list(dict.fromkeys(found))

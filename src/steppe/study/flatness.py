@@ -151,7 +151,7 @@ def radius_answer(findings: Findings) -> list[str]:
     """The radii at which the loss of plain training's model has risen by the same amount."""
     found = []
     for setting in findings.study.settings:
-        line = findings.lines(setting, "defaults", setting.called("sgd")).get(0)
+        line = findings.lines(setting, "defaults", setting.plain).get(0)
         curve = {} if line is None else line.minima.get("radius", {})
         if not curve:
             continue

@@ -29,16 +29,15 @@ NOTE = (
 
 def gains_table(found: Sequence[Findings]) -> Table | None:
     """A row for each setting and kind of strengths, over all studies; None without any gain."""
-    base, *methods = METHODS
+    methods = METHODS[1:]
     rows = []
     for findings in found:
         for setting, part in itertools.product(findings.study.settings, JUDGED):
             gains = gains_of(findings, setting, part)
             if gains:
-                plain = setting.called(base)
-                mean = f"{findings.mean(setting, part, plain):.2f}"
+                mean = f"{findings.mean(setting, part, setting.plain):.2f}"
                 cells = [_cell(gains.get(setting.called(method))) for method in methods]
-                n = str(len(findings.finished(setting, part, plain)))
+                n = str(len(findings.finished(setting, part, setting.plain)))
                 rows.append(
                     (f"`{findings.study.name}`: {setting.title}", SHORT[part], mean, *cells, n)
                 )
@@ -98,8 +97,7 @@ def _panel(axis: Any, findings: Findings, setting: Setting, names: list[str]) ->
     axis.set_yticks(range(len(names)), names, fontsize="small")
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(axis="x", alpha=0.3)
-    plain = setting.called(METHODS[0])
-    axis.set_xlabel(f"points gained over {plain}, n = {range_words(counts)}")
+    axis.set_xlabel(f"points gained over {setting.plain}, n = {range_words(counts)}")
     axis.set_title(setting.title, fontsize="medium", wrap=True)
 
 
@@ -120,10 +118,9 @@ def gainers(findings: Findings, setting: Setting) -> list[str]:
 
 def gains_of(findings: Findings, setting: Setting, part: Part) -> dict[str, Difference]:
     """By name every row that has pairs with plain training."""
-    base = setting.called(METHODS[0])
     found = {}
     for name in findings.names(setting, part):
-        _, gain = findings.difference(setting, part, (name, base))
+        _, gain = findings.difference(setting, part, (name, setting.plain))
         if gain is not None:
             found[name] = gain
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, get_args
@@ -77,11 +78,7 @@ class Plan:
 
 
 class UnfinishedError(Exception):
-    """A search needs the results of these trials first."""
-
-    def __init__(self, trials: Sequence[Job]) -> None:
-        super().__init__(len(trials))
-        self.trials = trials
+    """A search needs the results of its trials first."""
 
 
 def make_plan(study: Study, evidence: Evidence) -> Plan:
@@ -95,10 +92,12 @@ def make_plan(study: Study, evidence: Evidence) -> Plan:
             parts["defaults"] += _defaults(setting)
             trials, chosen = _search(setting, evidence)
             parts["tuning"] += trials
-            choices[setting.name] = {choice.spec.name: choice for choice in chosen}
+            choices[setting.name] = chosen
             if setting.tune is not None:
-                specs = {name: choice.spec for name, choice in choices[setting.name].items()}
-                (parts["tuned"] if chosen else waiting).extend(_tuned(setting, specs))
+                for method in setting.methods:
+                    known = method in chosen
+                    spec = chosen[method].spec if known else pinned(setting, method)
+                    (parts["tuned"] if known else waiting).extend(_tuned(setting, method, spec))
             parts["lengths"] += _lengths(setting)
             parts["sweeps"] += _sweeps(setting)
         for found in parts.values():
@@ -143,10 +142,10 @@ def controlled(control: Control, spec: Spec, config: Config) -> Config:
     return spec.with_options(**control.options).apply(changed)
 
 
-def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], list[Choice]]:
-    """The trials that are known, and what they led to if all of them are done."""
+def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], dict[str, Choice]]:
+    """The trials that are known, and by method what they led to where all of its own are done."""
     if setting.tune is None:
-        return [], []
+        return [], {}
     asked: list[Job] = []
 
     def look(trials: Sequence[Job], title: str) -> list[Result]:
@@ -154,34 +153,31 @@ def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], list[Cho
         lines = [evidence.find(job.config.identity) for job in trials]
         found = [line.result for line in lines if line is not None]
         if len(found) < len(trials):
-            raise UnfinishedError(trials)
+            raise UnfinishedError
         return found
 
-    specs = [pinned(setting, method) for method in setting.methods]
-    try:
-        chosen = tune_all(specs, setting.config, setting.tune, look)
-    except UnfinishedError:
-        chosen = []
-    trials = [Entry(setting, "tuning", _trial_name(job), job.config) for job in asked]
-    return trials, chosen
+    chosen: dict[str, Choice] = {}
+    for method in setting.methods:
+        with suppress(UnfinishedError):
+            spec = pinned(setting, method)
+            (chosen[method],) = tune_all([spec], setting.config, setting.tune, look)
+    return [Entry(setting, "tuning", _trial_name(job), job.config) for job in asked], chosen
 
 
 def _trial_name(job: Job) -> str:
     return job.label.rpartition(" seed ")[0]
 
 
-def _tuned(setting: Setting, specs: dict[str, Spec]) -> Iterator[Entry]:
-    """The reported runs with tuned strengths; with default ones where these are not known yet."""
+def _tuned(setting: Setting, method: str, spec: Spec) -> Iterator[Entry]:
+    """The reported runs of a method with this strength, and of the controls that take it."""
     for seed in range(setting.seeds):
         config = setting.config.replace(seed=seed)
-        for method in setting.methods:
-            spec = specs.get(method) or pinned(setting, method)
-            yield Entry(setting, "tuned", setting.called(method), spec.apply(config))
+        yield Entry(setting, "tuned", setting.called(method), spec.apply(config))
         for control in setting.tuned_controls:
-            spec = specs.get(control.method) or pinned(setting, control.method)
-            bare = dataclasses.replace(spec, fields={})
-            changed = config.replace(**spec.fields)
-            yield Entry(setting, "tuned", control.name, controlled(control, bare, changed))
+            if control.method == method:
+                bare = dataclasses.replace(spec, fields={})
+                changed = controlled(control, bare, config.replace(**spec.fields))
+                yield Entry(setting, "tuned", control.name, changed)
 
 
 def at_length(name: str, length: float) -> str:

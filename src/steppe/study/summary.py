@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from steppe.lab.statistics import ENOUGH, Difference
 from steppe.lab.tables import Table, signed
 from steppe.study.answers import MARGIN, matches
-from steppe.study.definitions import METHODS, Setting
+from steppe.study.definitions import Setting
 from steppe.study.findings import (
     DOUBLED,
     Claim,
@@ -74,8 +74,8 @@ def compared(found: Sequence[Findings], pairs: Pairs) -> list[Told]:
 
 
 def _gaining(setting: Setting) -> list[tuple[str, str]]:
-    base, *others = [setting.called(method) for method in METHODS if method in setting.methods]
-    return [(name, base) for name in others]
+    names = map(setting.called, setting.methods)
+    return [(name, setting.plain) for name in names if name != setting.plain]
 
 
 def _one(pair: Callable[[Setting], tuple[str, str]]) -> Pairs:

@@ -17,13 +17,13 @@ from steppe.study.plan import Part
 
 def result_table(findings: Findings, setting: Setting, part: Part) -> Table | None:
     """Accuracy, difference to plain training, NLL, BatchNorm both ways, cost; None without runs."""
-    names = findings.names(setting, part)
-    base = names[0] if names else ""
-    if not findings.finished(setting, part, base):
+    names, base = findings.names(setting, part), setting.plain
+    if not names:
         return None
     normed = any(
         "test_recomputed" in result.metrics
-        for result in findings.finished(setting, part, base).values()
+        for name in names
+        for result in findings.finished(setting, part, name).values()
     )
     header = (
         *("method", "strength", "accuracy %", f"− {base} [interval]", "p (Holm)", "NLL"),

@@ -192,6 +192,10 @@ def test_without_plain_training_there_are_no_gains(tmp_path):
     assert {(claim.first, claim.second) for claim in told} == {("ARWP", "RWP")}
 
 
+def test_where_the_lines_come_from_is_told(text):
+    assert "on abacus (2 cores), instruction set not recorded, Python 3, torch 2" in text
+
+
 def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
     fill(rich(), tmp_path)
     text, _ = compose(tmp_path, (rich(seeds=5),))

@@ -65,7 +65,7 @@ def test_a_line_has_what_a_reader_needs_and_is_small(whole):
         assert len(text) < 4000
         content = json.loads(text)
         result = content["result"]
-        assert {"torch", "commit", "processor"} <= set(result["environment"])
+        assert {"torch", "commit", "processor", "simd"} <= set(result["environment"])
         assert result["config"]["root"] is None
         assert set(result["metrics"]) >= {"train", "test"}
     defaults = next(line for line in whole.lines.values() if "defaults ARWP seed 0" in line.label)

@@ -24,6 +24,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor(),
+        "simd": torch.backends.cpu.get_cpu_capability(),  # kernels, and so the last bits, follow it
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "ranks": world().size,

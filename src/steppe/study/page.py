@@ -124,14 +124,15 @@ def _where(lines: list[Line]) -> str:
     """The machines, versions and commits that the lines come from."""
 
     def counted(name: str) -> str:
-        values = Counter(str(line.result.environment.get(name)) for line in lines)
+        found = (line.result.environment.get(name) for line in lines)
+        values = Counter("not recorded" if value is None else str(value) for value in found)
         if len(values) == 1:
             return next(iter(values))
         return join_words([f"{value} ({count} runs)" for value, count in values.most_common()])
 
     return (
         f"{len(lines)} runs, one thread each, on {counted('processor')} ({counted('cores')} cores), "
-        f"Python {counted('python')}, torch {counted('torch')}, steppe {counted('steppe')}, commit "
+        f"instruction set {counted('simd')}, Python {counted('python')}, torch {counted('torch')}, steppe {counted('steppe')}, commit "
         f"{counted('commit')}."
     )
 

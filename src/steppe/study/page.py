@@ -47,6 +47,8 @@ READING = """## How to read it
 - *BN recomputed*: accuracy after BatchNorm's statistics were computed anew at the final weights. Time is
   processor time of the training steps on one thread, median of the pairs that ran on equal machines;
   FLOPs are counted.
+- The last bits of a run, and in the end its model, depend on the processor's instruction set, which can be
+  [chosen](lab.md#runs) to repeat a line. `steppe study NAME --evidence elsewhere` trains lines again.
 """
 STATE = "What has been trained so far:"
 

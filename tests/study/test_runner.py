@@ -1,5 +1,6 @@
 """A study is run once, whatever happens to the process that runs it."""
 
+import itertools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from steppe.lab.runs import Run
 from steppe.lab.training import run_config
 from steppe.study import Evidence, make_plan, run_study
 from steppe.study.runner import Limits
-from tests.study.tiny import tiny
+from tests.study.tiny import rich, tiny
 
 RUNS = 2 * 6 + 4 + 2 * 3 + 2 * 2 * 3 - 2 * 2 + 2
 """Defaults and controls, trials, tuned, lengths without those that are controls, sweep.
@@ -198,6 +199,14 @@ def test_limits_and_the_order_of_runs(tmp_path):
     seeds = [entry.config.seed for entry in plan.entries if entry.part == "defaults"]
     assert seeds == sorted(seeds)
     assert len(plan.waiting) == 6  # not known before the trials
+
+
+def test_trials_go_method_by_method(tmp_path):
+    (setting,) = rich().settings
+    plan = make_plan(rich(), evidence(tmp_path))
+    trials = [e.config.method.partition(":")[0] for e in plan.of(setting, "tuning")]
+    assert len(trials) == 6 * 5 * 2
+    assert tuple(name for name, _ in itertools.groupby(trials)) == setting.methods
 
 
 def test_a_method_alone_is_tuned_and_trained_to_the_end(tmp_path):

@@ -100,9 +100,14 @@ def make_plan(study: Study, evidence: Evidence) -> Plan:
                     (parts["tuned"] if known else waiting).extend(_tuned(setting, method, spec))
             parts["lengths"] += _lengths(setting)
             parts["sweeps"] += _sweeps(setting)
-        for found in parts.values():
-            entries += sorted(found, key=lambda entry: entry.config.seed)
+        for part, found in parts.items():
+            # Trials method by method: a strength is known when those of its method are done.
+            entries += found if part == "tuning" else sorted(found, key=_seed)
     return Plan(study, tuple(entries), tuple(waiting), choices)
+
+
+def _seed(entry: Entry) -> int:
+    return entry.config.seed
 
 
 def pinned(setting: Setting, method: str) -> Spec:

@@ -14,7 +14,7 @@ from steppe.study import STUDIES, Evidence, make_plan
 from steppe.study.findings import PAPER_ORDER, Claim, Findings
 from steppe.study.gains import gains_figure
 from steppe.study.page import compose, write_page
-from tests.study.made_up import accuracy, fill
+from tests.study.made_up import LEVELS, accuracy, fill
 from tests.study.tiny import rich
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +147,18 @@ def test_the_answers(text):
     assert "the largest Hessian eigenvalue is smallest for SGD" in text
     assert "at radius 3.16 in random directions and 0.316 along the gradient of 128" in text
     assert "10 times as far, 1.0 orders of magnitude." in text
+
+
+def test_a_tuned_weight_decay_is_named_where_methods_lose_to_it(tmp_path, monkeypatch):
+    """The made-up trials prefer plain training with another weight decay than the recipe's."""
+    monkeypatch.setitem(LEVELS, "sgd", 90.0)
+    fill(rich(), tmp_path)
+    text, _ = compose(tmp_path, (rich(),))
+    decay = "SGD has the weight decay 3.13e-05 that its trials chose and the methods the recipe's 0.0005"
+    tuned = "MLP, few steps, tuned strengths: "
+    assert re.search(rf"{tuned}worse than SGD: SAM .* There {decay}\.", text)
+    assert re.search(rf"{tuned}.* That RWP is below SGD, likely because {decay}\.", text)
+    assert not re.search(rf"{DEFAULTS}: .*{decay}", text)
 
 
 def test_a_minimum_that_could_not_be_measured_is_told(full, tmp_path):

@@ -187,6 +187,8 @@ def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str
                 f"the adaptive factor leaves it less noise at the same ratio (‖eps‖/‖w‖ of "
                 f"{noise[0]:.3f} against {noise[1]:.3f} on average)"
             )
+    if claim.second == setting.plain and (decay := _tuned_decay(findings, setting, part)):
+        reasons.append(decay)
     gap = _gap(findings, setting, part)
     if gap < LITTLE:
         reasons.append(
@@ -196,6 +198,18 @@ def cause(findings: Findings, setting: Setting, part: Part, claim: Claim) -> str
     if not reasons:
         return f"{about}: nothing measured here explains it."
     return f"{about}, likely because {join_words(reasons)}."
+
+
+def _tuned_decay(findings: Findings, setting: Setting, part: Part) -> str:
+    """What the methods do not share with plain training where that was tuned; else nothing."""
+    lines = findings.lines(setting, part, setting.plain).values()
+    recipe = setting.config.weight_decay
+    for decay in {line.result.config.weight_decay for line in lines} - {recipe}:
+        return (
+            f"{setting.plain} has the weight decay {decay:g} that its trials chose and the methods "
+            f"the recipe's {recipe:g}"
+        )
+    return ""
 
 
 def _gap(findings: Findings, setting: Setting, part: Part) -> float:
@@ -227,7 +241,9 @@ def cost_answer(findings: Findings) -> list[str]:
                 words = ", it did not train" if failed else ""
                 lost.append(f"{name} ({interval_words(difference, 2)}{words})")
         if lost:
-            found.append(f"{place}: worse than {base}: {join_words(lost)}.")
+            decay = _tuned_decay(findings, setting, part)
+            words = f"{place}: worse than {base}: {join_words(lost)}."
+            found.append(f"{words} There {decay}." if decay else words)
         elif judged:
             found.append(f"{place}: nowhere, of {judged} rows with five seeds or more.")
         diverged = [

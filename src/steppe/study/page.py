@@ -38,8 +38,8 @@ READING = """## How to read it
   but the smallest difference that could have been seen.
 - Default strengths are the library's, untuned. Tuned ones are the best of five log-spaced values (for
   SGD, of weight decay) by accuracy on a fifth of the training data, noisy labels left in, over two seeds
-  that are not reported; a winner at the grid's edge extends the grid once. The runs shown were then
-  trained on all training data. *Trials* counts the runs spent on that; a control takes its method's
+  that are not reported; a winner at the grid's edge extends the grid once. The methods keep the recipe's
+  weight decay. The runs shown were then trained on all training data. *Trials* counts the runs spent on that; a control takes its method's
   strength.
 - m-methods see two batches a step. *Batch doubled* gives a one-pass method as much data in as many steps,
   *steps doubled* as many FLOPs. *SAM, two batches* takes its two gradients from different batches,

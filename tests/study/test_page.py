@@ -132,6 +132,16 @@ def test_tuned_rows_show_strength_and_trials(full, text):
     assert row(text, title, "SGD")[1].startswith("weight decay")
 
 
+def test_what_the_trials_found_is_shown(full, text):
+    found = make_plan(rich(minima=True), full).choices["mlp"]["arwp"].scores
+    low, best, *rest = [f"{value:g}: {found[value]:.1f}" for value in sorted(found)]
+    title = "Trials: MLP, few steps, means over 2 seeds"
+    assert best.startswith("0.3: ")
+    shown = ", ".join([low, f"**{best}**", *rest])
+    assert row(text, title, "ARWP") == ["ARWP", f"ratio {shown}", "10"]
+    assert row(text, title, "SGD")[1].startswith("weight decay **3.13e-05: ")
+
+
 def test_the_answers(text):
     assert "The median of ARWP's adaptive factor never fell below 0.990" in text
     assert "The median of m-ARWP's adaptive factor fell to 0.900." in text

@@ -17,7 +17,7 @@ from steppe.study.gains import gains_table
 from steppe.study.pictures import Picture, pictures
 from steppe.study.plan import PARTS
 from steppe.study.summary import summary_table
-from steppe.study.tables import result_table
+from steppe.study.tables import result_table, trials_table
 
 COMMAND = "steppe study --page"
 OPENING = f"""# Evidence
@@ -114,11 +114,13 @@ def section(findings: Findings, opening: str) -> str:
         return "\n".join([*parts, f"No runs yet: `steppe study {study.name}`.", ""])
     parts += [_where(lines), "", *_lacks(findings), *(f"{words}\n" for words in study.cut)]
     parts += [opening, *answers(findings)]
-    for setting, part in itertools.product(study.settings, JUDGED):
-        for made in (result_table, minima_table):
-            table = made(findings, setting, part)
-            if table is not None:
-                parts += [table.markdown(), ""]
+    for setting in study.settings:
+        made = [
+            table(findings, setting, part)
+            for part, table in itertools.product(JUDGED, (result_table, minima_table))
+        ]
+        made.append(trials_table(findings, setting))
+        parts += [f"{table.markdown()}\n" for table in made if table is not None]
     return "\n".join(parts)
 
 

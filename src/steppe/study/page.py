@@ -39,8 +39,8 @@ READING = """## How to read it
 - Default strengths are the library's, untuned. Tuned ones are the best of five log-spaced values (for
   SGD, of weight decay) by accuracy on a fifth of the training data, noisy labels left in, over two seeds
   that are not reported; a winner at the grid's edge extends the grid once. The methods keep the recipe's
-  weight decay. The runs shown were then trained on all training data. *Trials* counts the runs spent on that; a control takes its method's
-  strength.
+  weight decay. The runs shown were then trained on all training data. *Trials* counts the runs spent on
+  that; a control takes its method's strength.
 - m-methods see two batches a step. *Batch doubled* gives a one-pass method as much data in as many steps,
   *steps doubled* as many FLOPs. *SAM, two batches* takes its two gradients from different batches,
   *m-ARWP, one batch* from the same.
@@ -136,8 +136,8 @@ def _where(lines: list[Line]) -> str:
 
     return (
         f"{len(lines)} runs, one thread each, on {counted('processor')} ({counted('cores')} cores), "
-        f"instruction set {counted('simd')}, Python {counted('python')}, torch {counted('torch')}, steppe {counted('steppe')}, commit "
-        f"{counted('commit')}."
+        f"instruction set {counted('simd')}, Python {counted('python')}, torch {counted('torch')}, "
+        f"steppe {counted('steppe')}, commit {counted('commit')}."
     )
 
 

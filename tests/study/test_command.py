@@ -63,7 +63,7 @@ def test_the_page_shows_all_studies(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_definition_is_what_the_issue_asks(name, tmp_path):
+def test_every_definition_holds_together(name, tmp_path):
     study = STUDIES[name]
     plan = make_plan(study, Evidence(tmp_path, name))
     for setting in study.settings:

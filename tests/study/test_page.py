@@ -280,6 +280,12 @@ def test_the_readme_says_what_the_committed_page_says():
     assert re.findall(r"[\d.]+ ± [\d.]+", told) == [cells[2] for cells in rows]
 
 
+def test_the_equal_footing_is_the_decay_that_the_committed_trials_chose():
+    chosen = make_plan(STUDIES["cifar10"], Evidence(ROOT / "evidence", "cifar10")).choices
+    (setting,) = STUDIES["cifar10-decay"].settings
+    assert chosen["resnet18"]["sgd"].spec.fields == {"weight_decay": setting.config.weight_decay}
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_committed_line_belongs_to_its_study_once(name):
     """A line whose method had another default then stays: the page counts it and shows it not."""

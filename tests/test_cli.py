@@ -177,7 +177,7 @@ def test_a_mistake_is_one_line_and_code_two(capsys, arguments, said):
     import torch
 
     if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("there is a GPU: to ask for one is no mistake here")
     out, err = steppe_says(capsys, *arguments, code=2)
     (line,) = [line for line in err.splitlines() if line.startswith("steppe: ")]
     assert said in line

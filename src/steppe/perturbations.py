@@ -25,7 +25,10 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 
 
 class Perturbation(ABC):
-    """Base of all perturbations: say how strong, and move the weights by eps."""
+    """Base of all perturbations: say how strong, and move the weights by eps.
+
+    Training needs `strength` and `move`. What raises below is needed by some alone, and says by whom.
+    """
 
     needs_gradient: ClassVar[bool] = False
     """True if `move` wants the gradient of the pass before it (SAM): such passes run in sequence."""

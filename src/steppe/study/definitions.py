@@ -164,9 +164,10 @@ def _cifar10() -> Study:
 
 def _cifar10_decay() -> Study:
     """The methods with the weight decay that SGD's trials in `cifar10` chose: an equal footing."""
-    config = _recorded("cifar10-small", 80 * 39, weight_decay=0.002)
-    title = "CIFAR-10, 5,000 images, ResNet-18 of a quarter width, weight decay 0.002"
-    setting = Setting("resnet18", title, config, 5, 300.0, controls=(), tune=None, minima=True)
+    (usual,) = _cifar10().settings
+    config = usual.config.override({"weight_decay": 0.002})
+    title = f"{usual.title}, weight decay 0.002"
+    setting = replace(usual, title=title, config=config, controls=(), tune=None)
     return Study(
         "cifar10-decay",
         "CIFAR-10 at CPU size, SGD's tuned weight decay for all",

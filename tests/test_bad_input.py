@@ -153,3 +153,39 @@ def test_a_schedule_that_returns_nonsense_stops_the_pass_with_true_weights(bad):
         model(x)
     assert equal(true, weights_of(model))
     assert perturber.step == 1
+
+
+class Unfinished(steppe.Perturbation):
+    """What training needs, and none of the hooks that only some perturbations need."""
+
+    def strength(self, step):
+        return 0.1
+
+    def move(self, weights, state, draw, gradient):
+        weights.add_noise(draw, 0.1 * weights.filter_norms())
+
+
+@pytest.mark.parametrize(
+    ("defined", "lacking"),
+    [
+        ({"learns_from": "nothing"}, "radius"),
+        ({"learns_from": "step"}, "learn"),
+        ({"learns_from": "pass"}, "collect"),
+        ({"learns_from": "pass", "collect": lambda self, grad, noted: grad}, "learn_noted"),
+    ],
+)
+def test_a_hook_that_an_own_perturbation_lacks_is_named(defined, lacking):
+    own = type("Own", (Unfinished,), defined)()
+    method = steppe.mixed(steppe.Method("own", (steppe.Pass(own),)), same_batch=True)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    perturber = steppe.attach(model, optimizer, method)
+    x, y = batch()
+
+    def use():
+        perturber.backward(lambda: loss_fn(model(x), y))
+        optimizer.step()
+        repr(perturber)
+
+    with pytest.raises(NotImplementedError, match=rf"Own must define {lacking}\(\)"):
+        use()

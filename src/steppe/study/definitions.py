@@ -121,33 +121,23 @@ def _digits() -> Study:
     mlp = _recorded("digits", 600, eval_every=2)
     resnet = _recorded("digits-resnet", 600)
     clean = {"label_noise": 0.0}
-    doubled = tuple(c for c in CONTROLS if c.name == "ARWP, batch doubled")
 
-    def small(name: str, title: str, config: Config) -> Setting:
+    def whole(name: str, title: str, config: Config, seeds: int, seconds: float) -> Setting:
         return Setting(
-            name, title, config, 20, 1.3, tuned_controls=CONTROLS, lengths=METHODS, sweeps=SWEEPS
+            name, title, config, seeds, seconds, tuned_controls=CONTROLS, lengths=METHODS
         )
 
-    def normed(name: str, title: str, config: Config) -> Setting:
-        return Setting(name, title, config, 10, 5.4, tuned_controls=doubled, lengths=FEW)
-
-    noisy_mlp = small("mlp-noisy", "MLP, 20 % label noise", mlp)
-    clean_mlp = small("mlp-clean", "MLP, clean labels", mlp.override(clean))
+    noisy_mlp = whole("mlp-noisy", "MLP, 20 % label noise", mlp, 20, 1.3)
+    clean_mlp = whole("mlp-clean", "MLP, clean labels", mlp.override(clean), 20, 1.3)
+    noisy_resnet = whole("resnet-noisy", "small ResNet, 20 % label noise", resnet, 10, 5.4)
+    clean_resnet = whole(
+        "resnet-clean", "small ResNet, clean labels", resnet.override(clean), 10, 5.4
+    )
     return Study(
         "digits",
         "Digits",
-        (
-            (noisy_mlp, replace(clean_mlp, sweeps={})),
-            (
-                normed("resnet-noisy", "small ResNet, 20 % label noise", resnet),
-                normed("resnet-clean", "small ResNet, clean labels", resnet.override(clean)),
-            ),
-        ),
-        cut=(
-            "Figures 2 to 4 were made for the MLP with noisy labels alone, with five seeds.",
-            "Other training lengths of the ResNet were given to SGD, SAM, ARWP and m-ARWP alone.",
-            "Of the ResNet's controls, ARWP with a doubled batch alone was run with a tuned strength.",
-        ),
+        ((replace(noisy_mlp, sweeps=SWEEPS), clean_mlp), (noisy_resnet, clean_resnet)),
+        cut=("Figures 2 to 4 were made for the MLP with noisy labels alone, with five seeds.",),
     )
 
 

@@ -38,6 +38,22 @@ def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monke
     assert "cifar10" in said
     assert "fetch" in said or "nowhere" in said
     assert not (tmp_path / "s").exists()
+    assert not list((tmp_path / "e").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--seeds", "0"), "seeds must be at least 1, got 0."),
+        (("--minutes", "-1"), "minutes must be above 0, got -1."),
+        (("--jobs", "-2"), "jobs must be at least 0, got -2."),
+        (("--part", "sweeps"), "fashion has no sweeps. There are: defaults."),
+    ],
+)
+def test_limits_that_leave_nothing_are_errors(words, message, capsys, tmp_path):
+    assert steppe("fashion", *words, "--evidence", tmp_path / "e") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "e").exists()
 
 
 def test_the_list_says_what_is_done_and_missing(capsys, tmp_path):

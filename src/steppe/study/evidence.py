@@ -141,7 +141,7 @@ class Evidence:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the file for this process alone, a cut-off last line removed."""
+        """Hold the file for this process alone, a cut-off last line removed; leave no empty one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.file.open("ab") as stream:
             lock(stream, f"{self.file}")
@@ -149,7 +149,11 @@ class Evidence:
             if cut:
                 _ = self.lines  # says so
                 stream.truncate(self.file.stat().st_size - len(cut))
-            yield
+            try:
+                yield
+            finally:
+                if not self.file.stat().st_size:
+                    self.file.unlink()
 
     def append(self, line: Line) -> None:
         """Write a line, in one piece, to the disk."""

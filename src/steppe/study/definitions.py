@@ -147,8 +147,7 @@ def _cifar10() -> Study:
     return Study(
         "cifar10",
         "CIFAR-10 at CPU size",
-        ((Setting("resnet18", title, config, 5, 300.0, minima=True),),),
-        cut=("Controls were run at the default strengths alone.",),
+        ((Setting("resnet18", title, config, 5, 300.0, tuned_controls=CONTROLS, minima=True),),),
     )
 
 

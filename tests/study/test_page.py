@@ -58,6 +58,23 @@ def test_a_row_has_mean_spread_difference_and_n(full, text):
     assert cells[-3:] == ["2.00", "2.00", "6"]
 
 
+def test_time_is_told_where_tuned_plain_training_ran_elsewhere(full, tmp_path):
+    lines = [
+        replace(line, result=replace(line.result, environment={"processor": "sliderule"}))
+        if " tuned SGD " in line.label
+        else line
+        for line in full.lines.values()
+    ]
+    (tmp_path / "rich.jsonl").write_text("".join(line.text() for line in lines))
+    text, _ = compose(tmp_path, (rich(minima=True),))
+    tuned = "MLP, few steps, tuned strengths"
+    assert [row(text, tuned, name)[-3:-1] for name in ("SGD", "SAM")] == [
+        ["1.00"] * 2,
+        ["2.00"] * 2,
+    ]
+    assert row(text, DEFAULTS, "SAM")[-3:-1] == ["2.00", "2.00"]
+
+
 def in_short(text, first="study and setting"):
     """The rows of the opening table whose first column is called so, as dicts."""
     start = text.partition("## How")[0].index(f"| {first} |")

@@ -45,8 +45,8 @@ READING = """## How to read it
   *steps doubled* as many FLOPs. *SAM, two batches* takes its two gradients from different batches,
   *m-ARWP, one batch* from the same.
 - *BN recomputed*: accuracy after BatchNorm's statistics were computed anew at the final weights. Time is
-  processor time of the training steps on one thread, median of the pairs that ran on equal machines;
-  FLOPs are counted.
+  processor time of the training steps on one thread, median of the pairs that ran on equal machines (with
+  plain training at the recipe's weight decay where the tuned one ran on another); FLOPs are counted.
 - The last bits of a run, and in the end its model, depend on the processor's instruction set, which can be
   [chosen](lab.md#runs) to repeat a line. `steppe study NAME --evidence elsewhere` trains lines again.
 """

@@ -105,9 +105,17 @@ def _trials(findings: Findings, setting: Setting, name: str) -> str:
 def _cost(
     findings: Findings, setting: Setting, part: Part, name: str, base: str
 ) -> tuple[str, str]:
-    own, plain = findings.lines(setting, part, name), findings.lines(setting, part, base)
-    seeds = sorted(own.keys() & plain.keys())
-    if not seeds:
-        return "–", "–"
-    found = costs([own[s].result for s in seeds], [plain[s].result for s in seeds])
-    return (f"{found['time']:.2f}" if "time" in found else "–"), f"{found['flops']:.2f}"
+    """Time and FLOPs as multiples of plain training's.
+
+    Where none of the pairs ran on one machine, time is against plain training with the recipe's weight
+    decay, on which it does not depend.
+    """
+    own = findings.lines(setting, part, name)
+    flops = time = "–"
+    for plain in (findings.lines(setting, part, base), findings.lines(setting, "defaults", base)):
+        seeds = sorted(own.keys() & plain.keys())
+        if seeds and time == "–":
+            found = costs([own[s].result for s in seeds], [plain[s].result for s in seeds])
+            flops = f"{found['flops']:.2f}"
+            time = f"{found['time']:.2f}" if "time" in found else time
+    return time, flops

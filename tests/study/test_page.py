@@ -116,6 +116,16 @@ def test_in_short_verdicts_are_counted_over_all_settings(full, text):
     assert "the highest mean accuracy in 0 of 1 tables of minima." in text
 
 
+def test_in_short_the_chosen_strengths_stand_beside_the_defaults(text):
+    (chosen,) = in_short(text, "chosen by trials (default)")  # the made-up best is 0.3 for all
+    assert chosen["SAM"] == "0.4 (0.05)"
+    assert (chosen["RWP"], chosen["m-ARWP"], chosen["MSAM"]) == ("0.3 (0.6)", "0.225 (0.9)", "–")
+    assert (
+        "Chosen stronger than the default everywhere: SAM; weaker than the default everywhere: RWP, "
+        "ARWP, m-RWP and m-ARWP." in text
+    )
+
+
 def test_in_short_the_same_runs_count_once(tmp_path):
     only = Tune(factors=(1.0,), extend=False, baseline=True)  # no choice but the default
     (setting,) = rich().settings
@@ -124,6 +134,9 @@ def test_in_short_the_same_runs_count_once(tmp_path):
     text, _ = compose(tmp_path, (study,))
     assert [each["strengths"] for each in in_short(text)] == ["default", "tuned"]
     assert [each["all"] for each in in_short(text, "question")] == ["5", "2", "1", "1", "5"]
+    (chosen,) = in_short(text, "chosen by trials (default)")
+    assert (chosen["SGD: weight decay"], chosen["SAM"]) == ("**0.0005**", "**0.05**")
+    assert "everywhere: none; weaker than the default everywhere: none." in text
 
 
 def test_holm_corrects_over_the_whole_study(full):

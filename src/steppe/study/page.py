@@ -17,7 +17,8 @@ from steppe.study.gains import gains_table
 from steppe.study.pictures import Picture, pictures
 from steppe.study.plan import PARTS
 from steppe.study.summary import summary_table
-from steppe.study.tables import result_table, trials_table
+from steppe.study.tables import result_table
+from steppe.study.trials import choices_table, trials_table
 
 COMMAND = "steppe study --page"
 OPENING = f"""# Evidence
@@ -97,7 +98,8 @@ def _overview(found: list[Findings]) -> str:
         state = "complete" if done == total else "nothing yet" if not done else "in part"
         settings = "; ".join(setting.title for setting in findings.study.settings)
         rows.append(f"- `{findings.study.name}`: {done} of {total} runs, {state}. {settings}.")
-    tables = [table for table in (gains_table(found), summary_table(found)) if table is not None]
+    made = (gains_table(found), summary_table(found), choices_table(found))
+    tables = [table for table in made if table is not None]
     head = ["## In short", ""] if tables else []
     return "\n".join([*head, *(f"{table.markdown()}\n" for table in tables), STATE, "", *rows, ""])
 

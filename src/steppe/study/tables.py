@@ -54,26 +54,6 @@ def result_table(findings: Findings, setting: Setting, part: Part) -> Table | No
     return Table(header, tuple(rows), title)
 
 
-def trials_table(findings: Findings, setting: Setting) -> Table | None:
-    """What the trials found for every strength, of the methods whose trials are done."""
-    rows = []
-    for method, choice in findings.plan.choices[setting.name].items():
-        kind, best = choice.spec.strength or ("weight decay", choice.spec.fields["weight_decay"])
-        scores = {value: f"{value:g}: {_score(choice.scores[value])}" for value in choice.scores}
-        scores[best] = f"**{scores[best]}**"
-        found = ", ".join(scores[value] for value in sorted(scores))
-        rows.append((setting.called(method), f"{kind} {found}", str(choice.trials)))
-    if not rows or setting.tune is None:
-        return None
-    header = ("method", "strength: accuracy % on validation data, the chosen one in bold", "trials")
-    title = f"Trials: {setting.title}, means over {setting.tune.seeds} seeds"
-    return Table(header, tuple(rows), title)
-
-
-def _score(score: float) -> str:
-    return f"{score:.1f}" if math.isfinite(score) else "diverged"
-
-
 def strength_words(findings: Findings, setting: Setting, part: Part, name: str) -> str:
     """`ratio 0.6`; for tuned plain training its weight decay."""
     line = next(iter(findings.lines(setting, part, name).values()), None)

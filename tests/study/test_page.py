@@ -266,6 +266,16 @@ def test_the_gains_are_drawn_with_their_intervals(full):
     assert axis.get_xlabel() == "points gained over SGD, n = 6"
 
 
+def test_a_legend_names_what_any_panel_shows(tmp_path):
+    (setting,) = rich().settings
+    groups = ((replace(setting, name="few", tune=None), setting),)
+    study = replace(rich(), groups=groups)
+    found = fill(study, tmp_path, take=lambda e: e.setting.name == "mlp" or e.part == "defaults")
+    (legend,) = gains_figure(Findings(study, found)).legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["default strengths", "tuned strengths"]
+
+
 @pytest.mark.slow
 def test_the_figures_are_drawn(full, tmp_path):
     files = write_page(full.folder, tmp_path, (rich(minima=True),))

@@ -49,6 +49,15 @@ def panels(
     return figure, axes[:count]
 
 
+def shared_legend(figure: Figure, axes: Sequence[Any]) -> None:
+    """One legend above all panels, of everything that any of them names."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    figure.legend(found.values(), found, loc="outside upper center", ncols=len(found))
+
+
 def line_style(index: int) -> dict[str, Any]:
     """Colour and dash of the line with this number: each can be told by either."""
     return {

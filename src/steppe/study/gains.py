@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from steppe.lab.specs import label, parse
 from steppe.lab.statistics import ENOUGH, Difference
 from steppe.lab.tables import Table, signed
-from steppe.report.canvas import COLOURS, panels
+from steppe.report.canvas import COLOURS, panels, shared_legend
 from steppe.study.definitions import METHODS, Setting
 from steppe.study.findings import JUDGED, Findings
 from steppe.study.plan import Part
@@ -63,7 +63,7 @@ def gains_figure(findings: Findings) -> Figure:
     figure, axes = panels(len(shown), width=4.6, height=0.27 * most + 0.9, columns=2)
     for axis, (setting, names) in zip(axes, shown, strict=True):
         _panel(axis, findings, setting, names)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    shared_legend(figure, axes)
     return figure
 
 

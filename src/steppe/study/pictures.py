@@ -14,7 +14,7 @@ from steppe.analysis import Landscape, RadiusCurve
 from steppe.lab.runs import Record
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import join_words
-from steppe.report.canvas import line_style, panels
+from steppe.report.canvas import line_style, panels, shared_legend
 from steppe.report.figures import landscape_figure, radius_figure
 from steppe.report.studies import (
     MARKS,
@@ -211,7 +211,7 @@ def _length_figure(findings: Findings, settings: list[Setting]) -> Figure:
         axis.set_ylabel("points gained over SGD")
         counts = [gain.n for gains in shown.values() for gain in gains]
         axis.set_title(f"{setting.title}, n = {range_words(counts)}", fontsize="medium")
-        axis.legend(frameon=False, fontsize="small")
+    shared_legend(figure, axes)
     return figure
 
 

@@ -320,6 +320,35 @@ def test_the_readme_says_what_the_committed_page_says():
     assert re.findall(r"[\d.]+ ± [\d.]+", told) == [cells[2] for cells in rows]
 
 
+def test_the_advice_on_choosing_is_what_the_committed_page_says():
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    advice = " ".join((ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").split())
+    cifar = "CIFAR-10, 5,000 images, ResNet-18 of a quarter width, {}"
+    usual, tuned = (cifar.format(how) for how in ("default strengths, untuned", "tuned strengths"))
+    methods = ("SAM", "RWP", "ARWP", "m-RWP", "m-ARWP", "MSAM")
+
+    def first(table, method, column):
+        return float(row(page, table, method)[column].split()[0])
+
+    plain, longer = (first(usual, name, 2) for name in ("SGD", "SGD, steps doubled"))
+    assert f"from {plain:.1f} to {longer:.1f} %" in advice
+    assert f"on validation data, to {first(tuned, 'SGD', 2):.1f};" in advice
+    means = [first(usual, method, 2) for method in methods]
+    assert f"means of {min(means):.1f} to {max(means):.1f} (n = 5)" in advice
+    sharp = [first(f"Minima: {usual}", method, 1) for method in methods]
+    against = first(f"Minima: {usual}", "SGD", 1)
+    assert f"({min(sharp):.0f} to {max(sharp):.0f} against {against:.0f})" in advice
+    assert f"({first(f'Minima: {tuned}', 'SGD', 1):.0f})" in advice
+    noisy = [
+        float(gains[method].strip("*"))
+        for gains in in_short(page)
+        if "digits" in gains["study and setting"] and "noise" in gains["study and setting"]
+        for method in ("RWP", "ARWP", "m-RWP", "m-ARWP")
+        if gains["strengths"] == "default"
+    ]
+    assert f"{min(noisy):.1f} to {max(noisy):.1f} points at their defaults" in advice
+
+
 def test_the_equal_footing_is_the_decay_that_the_committed_trials_chose():
     chosen = make_plan(STUDIES["cifar10"], Evidence(ROOT / "evidence", "cifar10")).choices
     (setting,) = STUDIES["cifar10-decay"].settings

@@ -60,11 +60,20 @@ def mean_words(values: Sequence[float], mean: str = ".2f", std: str = ".2f") -> 
 
     >>> mean_words([1.0, 2.0, 3.0]), mean_words([1.0]), mean_words([])
     ('2.00 ± 1.00', '1.00', '–')
+    >>> mean_words([200.0, 526.0], ".3g", ".2g")
+    '363 ± 230'
     """
     if not values:
         return "–"
     middle, spread = mean_std(values)
-    return f"{middle:{mean}} ± {spread:{std}}" if len(values) > 1 else f"{middle:{mean}}"
+    words = _written_out(middle, mean)
+    return f"{words} ± {_written_out(spread, std)}" if len(values) > 1 else words
+
+
+def _written_out(value: float, form: str) -> str:
+    """A number in this format, but 230 where that says 2.3e+02."""
+    text = f"{value:{form}}"
+    return f"{float(text):.0f}" if "e+" in text else text
 
 
 def half_width(std: float, n: int, alpha: float = ALPHA) -> float:

@@ -266,6 +266,16 @@ def test_the_gains_are_drawn_with_their_intervals(full):
     assert axis.get_xlabel() == "points gained over SGD, n = 6"
 
 
+def test_intervals_of_few_pairs_are_shown_whole_where_there_are_no_others(tmp_path):
+    study = rich(seeds=3)
+    findings = Findings(study, fill(study, tmp_path))
+    (axis,) = gains_figure(findings).axes
+    low, high = axis.get_xlim()
+    gains = [g for c, g in findings.differences.items() if c.second == "SGD"]
+    assert low < min(g.low for g in gains)
+    assert high > max(g.high for g in gains)
+
+
 def test_a_legend_names_what_any_panel_shows(tmp_path):
     (setting,) = rich().settings
     groups = ((replace(setting, name="few", tune=None), setting),)

@@ -68,7 +68,7 @@ def gains_figure(findings: Findings) -> Figure:
 
 
 def _panel(axis: Any, findings: Findings, setting: Setting, names: list[str]) -> None:
-    reach, counts = [0.0], []
+    shown: list[Difference] = []
     for part, shift in zip(JUDGED, (-0.17, 0.17), strict=True):
         gains = gains_of(findings, setting, part)
         if not gains:
@@ -87,17 +87,17 @@ def _panel(axis: Any, findings: Findings, setting: Setting, names: list[str]) ->
             capsize=2,
             label=f"{SHORT[part]} strengths",
         )
-        reach += means
-        counts += [gain.n for gain in gains.values()]
-        # The interval of two or three pairs would leave no room for anything else.
-        reach += [end for g in gains.values() if g.n >= ENOUGH for end in (g.low, g.high)]
+        shown += gains.values()
+    # Beside others the interval of two or three pairs would leave no room for anything else.
+    whole = [g for g in shown if g.n >= ENOUGH] or [g for g in shown if g.n > 1]
+    reach = [0.0, *(g.mean for g in shown), *(end for g in whole for end in (g.low, g.high))]
     edge = 0.06 * (max(reach) - min(reach)) or 1.0
     axis.set_xlim(min(reach) - edge, max(reach) + edge)
     axis.axvline(0, color="grey", linewidth=0.8)
     axis.set_yticks(range(len(names)), names, fontsize="small")
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(axis="x", alpha=0.3)
-    axis.set_xlabel(f"points gained over {setting.plain}, n = {range_words(counts)}")
+    axis.set_xlabel(f"points gained over {setting.plain}, n = {range_words([g.n for g in shown])}")
     axis.set_title(setting.title, fontsize="medium", wrap=True)
 
 

@@ -364,6 +364,20 @@ def test_the_advice_on_choosing_is_what_the_committed_page_says():
     assert f"{min(noisy):.1f} to {max(noisy):.1f} points at their defaults" in advice
 
 
+def test_where_the_default_fails_is_told_with_the_pages_numbers():
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    conv = "Fashion-MNIST, 2,000 images, small convolution net, default strengths, untuned"
+    cells = {name: row(page, conv, name) for name in ("SGD", *GAINERS)}
+    assert {each[-1] for each in cells.values()} == {"10"}
+    means = {name: float(each[2].split()[0]) for name, each in cells.items()}
+    noisy = [f"{name} {means[name]:.1f}" for name in ("RWP", "ARWP", "m-RWP", "m-ARWP")]
+    words = f"SGD has {means['SGD']:.1f} %, {', '.join(noisy[:-1])} and {noisy[-1]}"
+    assert words in " ".join((ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").split())
+    lost = [means["SGD"] - means[name] for name in ("RWP", "ARWP", "m-RWP", "m-ARWP")]
+    words = f"costs RWP, ARWP and the m-methods {min(lost):.1f} to {max(lost):.1f} points"
+    assert words in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
 def test_the_equal_footing_is_the_decay_that_the_committed_trials_chose():
     chosen = make_plan(STUDIES["cifar10"], Evidence(ROOT / "evidence", "cifar10")).choices
     (setting,) = STUDIES["cifar10-decay"].settings

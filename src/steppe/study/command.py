@@ -60,18 +60,12 @@ class Studies:
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """No progress."""
 
-    def __post_init__(self) -> None:
-        if self.seeds is not None and self.seeds < 1:
-            raise LabError(f"seeds must be at least 1, got {self.seeds}.")
-        if self.minutes is not None and not self.minutes > 0:
-            raise LabError(f"minutes must be above 0, got {self.minutes:g}.")
-        if self.jobs < 0:
-            raise LabError(f"jobs must be at least 0, got {self.jobs}.")
-
     def run(self) -> None:
         if self.page:
             self._write_page()
             return
+        if self.jobs < 0:
+            raise LabError(f"jobs must be at least 0, got {self.jobs}.")
         processes = self.jobs or os.cpu_count() or 1
         if self.name is None:
             _write(listing([self._state(each) for each in STUDIES.values()], processes))
@@ -79,7 +73,6 @@ class Studies:
         chosen = study(self.name)
         _check("setting", self.setting, {each.name for each in chosen.settings})
         _check("method", self.method, {m for each in chosen.settings for m in each.methods})
-        self._check_parts(chosen)
         plan = run_study(
             chosen,
             Evidence(self.evidence, chosen.name),
@@ -91,14 +84,6 @@ class Studies:
             progress=False if self.quiet else None,
         )
         _write(listing([(plan, Evidence(self.evidence, chosen.name))], processes))
-
-    def _check_parts(self, chosen: Study) -> None:
-        plan, _ = self._state(chosen)
-        there = {entry.part for entry in (*plan.entries, *plan.waiting)}
-        known = ", ".join(part for part in PARTS if part in there)
-        for part in self.part:
-            if part not in there:
-                raise LabError(f"{chosen.name} has no {part}. There are: {known}.")
 
     def _write_page(self) -> None:
         if self.name is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from steppe.lab.errors import LabError
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import Sources, load_data
 from steppe.lab.progress import Display, display
@@ -24,7 +25,7 @@ from steppe.lab.specs import parse
 from steppe.study import minima
 from steppe.study.definitions import Study
 from steppe.study.evidence import Evidence, Line, thinned
-from steppe.study.plan import Entry, Part, Plan, make_plan
+from steppe.study.plan import PARTS, Entry, Part, Plan, make_plan
 
 logger = logging.getLogger("steppe")
 
@@ -37,6 +38,18 @@ class Limits:
     parts: tuple[Part, ...] = ()
     methods: tuple[str, ...] = ()
     seeds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise LabError(f"seeds must be at least 1, got {self.seeds}.")
+
+    def check(self, plan: Plan) -> None:
+        """Refuse parts that the study does not have, which would do nothing."""
+        there = {entry.part for entry in (*plan.entries, *plan.waiting)}
+        for part in self.parts:
+            if part not in there:
+                known = ", ".join(each for each in PARTS if each in there)
+                raise LabError(f"{plan.study.name} has no {part}. There are: {known}.")
 
     def take(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries within the limits; a limit on seeds leaves the trials alone."""
@@ -67,6 +80,12 @@ def run_study(
     save the runs under way and raise `Stopped`; after any kill the same call goes on.
     """
     limits = limits or Limits()
+    if limits.parts:
+        limits.check(
+            make_plan(study, dataclasses.replace(evidence))
+        )  # `evidence` is read under its lock
+    if minutes is not None and not minutes > 0:
+        raise LabError(f"minutes must be above 0, got {minutes:g}.")
     with evidence.writing():
         plan = make_plan(study, evidence)
         todo = [*limits.take(plan.missing(evidence)), *limits.take(plan.waiting)]

@@ -91,11 +91,11 @@ def _cost(
     decay, on which it does not depend.
     """
     own = findings.lines(setting, part, name)
-    flops = time = "–"
-    for plain in (findings.lines(setting, part, base), findings.lines(setting, "defaults", base)):
+    found: dict[str, float] = {}
+    for where in dict.fromkeys((part, "defaults")):
+        plain = findings.lines(setting, where, base)
         seeds = sorted(own.keys() & plain.keys())
-        if seeds and time == "–":
-            found = costs([own[s].result for s in seeds], [plain[s].result for s in seeds])
-            flops = f"{found['flops']:.2f}"
-            time = f"{found['time']:.2f}" if "time" in found else time
+        if seeds and "time" not in found:
+            found |= costs([own[s].result for s in seeds], [plain[s].result for s in seeds])
+    time, flops = (f"{found[kind]:.2f}" if kind in found else "–" for kind in ("time", "flops"))
     return time, flops

@@ -81,9 +81,8 @@ def run_study(
     """
     limits = limits or Limits()
     if limits.parts:
-        limits.check(
-            make_plan(study, dataclasses.replace(evidence))
-        )  # `evidence` is read under its lock
+        unlocked = dataclasses.replace(evidence)  # `evidence` itself is read under its lock
+        limits.check(make_plan(study, unlocked))
     if minutes is not None and not minutes > 0:
         raise LabError(f"minutes must be above 0, got {minutes:g}.")
     with evidence.writing():

@@ -1,0 +1,300 @@
+"""Every leaf that the loss reaches gets the method's weighted sum of gradients, or an error."""
+
+import pytest
+import torch
+from torch import nn
+
+import steppe
+from tests.nets import equal, loss_fn, weights_of
+from tests.review.loops import (
+    Watched,
+    Weighted,
+    assert_close,
+    attached,
+    data,
+    grads_of,
+    leaves_of,
+    net,
+    sgd,
+    step_with,
+)
+
+RAW = "a leaf outside of the attached optimizer gets the raw sum of all passes"
+
+SEVERAL = {
+    "m_rwp": steppe.m_rwp(0.05, lam=0.5),
+    "m_rwp lam": steppe.m_rwp(0.05, lam=0.3),
+    "sam": steppe.sam(0.1),
+    "sam different batches": steppe.sam(0.1, same_batch=False),
+    "asam": steppe.asam(0.5),
+    "lpf_sgd": steppe.lpf_sgd(0.05, samples=4),
+    "antithetic_rwp": steppe.antithetic_rwp(0.05),
+    "mixed msam": steppe.mixed(steppe.msam(0.5), 0.4),
+}
+ALL = [
+    pytest.param(steppe.rwp(0.05), id="rwp"),
+    *(
+        pytest.param(method, id=name, marks=pytest.mark.xfail(strict=True, reason=RAW))
+        for name, method in SEVERAL.items()
+    ),
+]
+
+
+def two_optimizers(method, **options):
+    """The attached optimizer has the first layer, another one the second, a third the loss's."""
+    model, loss = net(), Weighted()
+    optimizer = sgd(model[0])
+    others = [sgd(model[2]), sgd(loss)]
+    return model, loss, [optimizer, *others], steppe.attach(model, optimizer, method, **options)
+
+
+def factors_of(method):
+    return [planned.weight for planned in method.passes]
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_backward_gives_every_leaf_the_weighted_sum(method):
+    model, loss, _, perturber = two_optimizers(method)
+    watched = Watched(model, loss)
+    perturber.backward(watched, *[data(k) for k in range(method.batches_needed)])
+    assert_close(grads_of(model, loss), watched.gradients(factors_of(method)))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_backward_adds_to_gradients_that_are_there_already(method):
+    model, loss, _, perturber = two_optimizers(method)
+    for leaf in leaves_of(model, loss):
+        leaf.grad = torch.ones_like(leaf)
+    watched = Watched(model, loss)
+    perturber.backward(watched, *[data(k) for k in range(method.batches_needed)])
+    wanted = [1 + g for g in watched.gradients(factors_of(method))]
+    assert_close(grads_of(model, loss), wanted)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_explicit_passes_give_every_leaf_of_the_model_the_weighted_sum(method):
+    model, _, _, perturber = two_optimizers(method)
+    watched = Watched(model, loss_fn)
+    for number, run in enumerate(perturber.passes()):
+        with run:
+            watched(*data(number % method.batches_needed)).backward()
+    assert_close(grads_of(model), watched.gradients(factors_of(method)))
+
+
+@pytest.mark.parametrize(
+    "lam", [0.5, pytest.param(0.3, marks=pytest.mark.xfail(strict=True, reason=RAW))]
+)
+def test_micro_batches_give_every_leaf_of_the_model_the_weighted_sum(lam):
+    model, _, _, _ = two_optimizers(steppe.m_rwp(0.05, lam=lam))
+    watched = Watched(model, lambda output, y: loss_fn(output, y) / 2)
+    for part in range(2):
+        output = model(data(part)[0])
+        watched.seen.append((weights_of(model), *data(part)))
+        (loss_fn(output, data(part)[1]) / 2).backward()
+    assert_close(grads_of(model), watched.gradients([2 * (1 - lam), 2 * lam]))
+
+
+def test_micro_batches_of_equal_weight_serve_the_weights_of_a_loss_too():
+    model, loss, _, _ = two_optimizers(steppe.m_rwp(0.0, lam=0.5))
+    for part in range(2):
+        (loss(model(data(part)[0]), data(part)[1]) / 2).backward()
+    plain, other = net(), Weighted()
+    for part in range(2):
+        (other(plain(data(part)[0]), data(part)[1]) / 2).backward()
+    assert_close(grads_of(model, loss), grads_of(plain, other))
+
+
+@pytest.mark.xfail(strict=True, reason="the weights of a loss get another sum than the model's")
+def test_micro_batches_refuse_a_leaf_that_they_cannot_weigh():
+    model, loss, optimizers, _ = two_optimizers(steppe.m_rwp(0.05, lam=0.3))
+    true = weights_of(model)
+    with pytest.raises(RuntimeError, match=r"perturber\.backward"):
+        (loss(model(data()[0]), data()[1]) / 2).backward()
+    assert equal(true, weights_of(model))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [steppe.m_rwp(0.05), steppe.antithetic_rwp(0.05), steppe.sam(0.1)],
+    ids=lambda method: method.name,
+)
+@pytest.mark.xfail(strict=True, reason=RAW)
+def test_explicit_passes_refuse_a_leaf_that_they_cannot_weigh(method):
+    model, loss, _, perturber = two_optimizers(method)
+    true = weights_of(model)
+    with pytest.raises(RuntimeError, match=r"perturber\.backward"), next(perturber.passes()):
+        loss(model(data()[0]), data()[1]).backward()
+    assert equal(true, weights_of(model))
+
+
+@pytest.mark.xfail(strict=True, reason="only the attached optimizer's gradients are put aside")
+def test_a_closure_serves_every_leaf_of_the_model():
+    method = steppe.antithetic_rwp(0.05)
+    model, _, (optimizer, *_), _ = two_optimizers(method)
+    watched = Watched(model, loss_fn)
+
+    def closure():
+        model.zero_grad()
+        loss = watched(*data())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert_close(grads_of(model), watched.gradients(factors_of(method)))
+
+
+# ---------------------------------------------------------------------- parameters of a loss
+
+
+def with_loss(method, **group):
+    """One optimizer over the model and its loss, as in metric learning."""
+    model, loss = net(), Weighted()
+    groups = [{"params": model.parameters()}, {"params": loss.parameters(), **group}]
+    optimizer = sgd(groups)
+    return model, loss, optimizer, steppe.attach(model, optimizer, method)
+
+
+FOREIGN = "attach refuses an optimizer that has parameters of a loss"
+
+
+@pytest.mark.parametrize("group", [{}, {"perturb": False}], ids=["plain", "perturb=False"])
+@pytest.mark.xfail(strict=True, reason=FOREIGN)
+def test_parameters_of_a_loss_are_left_out_and_listed(group):
+    model, loss, optimizer, perturber = with_loss(steppe.rwp(0.05), **group)
+    assert "not the model's" in repr(perturber)
+    assert "(3,)" in repr(perturber), "a parameter without a name goes by its shape"
+    true, mine = weights_of(model), weights_of(loss)
+    output = model(data()[0])
+    assert not equal(true, weights_of(model))
+    assert equal(mine, weights_of(loss))
+    loss(output, data()[1]).backward()
+    optimizer.step()
+    assert not equal(mine, weights_of(loss)), "they are trained all the same"
+
+
+@pytest.mark.parametrize("method", [steppe.m_rwp(0.05, lam=0.3), steppe.sam(0.1)], ids=["m", "sam"])
+@pytest.mark.xfail(strict=True, reason=FOREIGN)
+def test_parameters_of_a_loss_get_the_weighted_sum(method):
+    model, loss, _, perturber = with_loss(method)
+    watched = Watched(model, loss)
+    perturber.backward(watched, *[data(k) for k in range(method.batches_needed)])
+    assert_close(grads_of(model, loss), watched.gradients(factors_of(method)))
+
+
+@pytest.mark.xfail(strict=True, reason=FOREIGN)
+def test_micro_batches_weigh_parameters_of_a_loss_in_the_attached_optimizer():
+    lam = 0.3
+    model, loss, _, _ = with_loss(steppe.m_rwp(0.05, lam=lam))
+    watched = Watched(model, loss)
+    for part in range(2):
+        output = model(data(part)[0])
+        watched.seen.append((weights_of(model), *data(part)))
+        (loss(output, data(part)[1]) / 2).backward()
+    assert_close(grads_of(model, loss), watched.gradients([1 - lam, lam]))
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="not the model's"):
+        steppe.attach(net(), sgd(net()), steppe.rwp(0.05))
+
+
+# ---------------------------------------------------------------------- directions
+
+
+UPHILL = "the ascent follows the gradient although maximize=True means that downhill is worse"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(steppe.rwp(0.05), id="rwp"),
+        pytest.param(steppe.m_arwp(0.05, eta=5.0), id="m_arwp"),
+        *(
+            pytest.param(m, id=m.name, marks=pytest.mark.xfail(strict=True, reason=UPHILL))
+            for m in (steppe.sam(0.1), steppe.asam(0.5), steppe.msam(0.5))
+        ),
+    ],
+)
+def test_maximizing_a_loss_is_minimizing_its_negative(method):
+    ends = []
+    for sign in (1, -1):
+        model = net()
+        optimizer = sgd(model, momentum=0.9, maximize=sign < 0)
+        perturber = steppe.attach(model, optimizer, method)
+        for step in range(4):
+            parts = [data(10 * step + k) for k in range(method.batches_needed)]
+            # bounded, so that going uphill stays finite
+            perturber.backward(lambda x, y: sign * torch.sigmoid(loss_fn(model(x), y)), *parts)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights_of(model))
+    assert_close(*ends)
+
+
+def embedding(sparse):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(20, 6, sparse=sparse), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
+
+
+@pytest.mark.parametrize("method", [steppe.sam(0.1), steppe.asam(0.5)], ids=["sam", "asam"])
+@pytest.mark.xfail(strict=True, reason="the ascent crashes on a sparse gradient")
+def test_an_ascent_on_sparse_gradients_equals_the_dense_one(method):
+    ends = []
+    for sparse in (False, True):
+        model = embedding(sparse)
+        optimizer = sgd(model)
+        perturber = steppe.attach(model, optimizer, method)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            # a row that is looked up twice: its gradient is not coalesced
+            x = torch.randint(0, 8, (8, 2), generator=generator)
+            perturber.backward(lambda: loss_fn(model(x), data(step, 8)[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights_of(model))
+    assert_close(*ends)
+
+
+# ---------------------------------------------------------------------- what backward gives back
+
+
+@pytest.mark.parametrize("kind", ["tuple", "mapping"])
+@pytest.mark.parametrize(
+    "method",
+    [steppe.rwp(0.5), steppe.sam(0.5), steppe.m_rwp(0.5, lam=0.3), steppe.asam(0.5)],
+    ids=lambda method: method.name,
+)
+@pytest.mark.xfail(strict=True, reason="loss_of may return nothing but the loss")
+def test_backward_hands_back_what_comes_with_the_loss(method, kind):
+    model, _, perturber = attached(method)
+    with torch.no_grad():
+        true = model(data()[0])
+    outputs = []
+
+    def loss_of(x, y):
+        output = model(x)
+        outputs.append(output.detach().clone())
+        loss = loss_fn(output, y)
+        return (loss, output) if kind == "tuple" else {"loss": loss, "logits": output}
+
+    found = perturber.backward(loss_of, *[data(k) for k in range(method.batches_needed)])
+    loss, extra = found if kind == "tuple" else (found["loss"], found["logits"])
+    assert torch.equal(extra, true if method.has_clean_pass else outputs[0])
+    parts = [data(k % method.batches_needed) for k in range(len(method.passes))]
+    wanted = sum(
+        p.weight * loss_fn(out, y)
+        for p, out, (_, y) in zip(method.passes, outputs, parts, strict=True)
+    )
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_backward_hands_back_a_bare_loss_as_a_tensor():
+    model, optimizer, perturber = attached(steppe.sam(0.1))
+    loss = perturber.backward(lambda: loss_fn(model(data()[0]), data()[1]))
+    assert isinstance(loss, torch.Tensor)
+    assert not loss.requires_grad
+    optimizer.step()
+    step_with(perturber, model, optimizer, 1)
+    assert perturber.step == 2

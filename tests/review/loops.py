@@ -78,6 +78,16 @@ def history_of(perturber):
     return [t.detach().clone() for state in states for value in state.values() for t in value]
 
 
+def train(model, optimizer, steps=3, accumulate=1, take_step=None):
+    """An unchanged loop over micro-batches."""
+    for step in range(steps):
+        for part in range(accumulate):
+            x, y = data(step * accumulate + part)
+            (loss_fn(model(x), y) / accumulate).backward()
+        (take_step or optimizer.step)()
+        optimizer.zero_grad()
+
+
 def step_with(perturber, model, optimizer, step):
     """One step of any method, on batches of its own."""
     parts = [data(10 * step + k) for k in range(perturber.batches_needed)]

@@ -1,0 +1,217 @@
+"""Histories, and how many passes a step had: micro-batches, skipped steps, checkpoints, scalers."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import steppe
+from tests.nets import equal, loss_fn, weights_of
+from tests.review.loops import assert_close, attached, data, history_of, net, sgd, train
+
+M_ARWP = steppe.m_arwp(0.05, eta=5.0)
+
+
+# ---------------------------------------------------------------------- histories
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**12)
+
+
+@pytest.mark.parametrize(
+    "zero_grad",
+    [
+        "after the step",
+        pytest.param(
+            "before backward",
+            marks=pytest.mark.xfail(strict=True, reason="the skipped step's passes count as well"),
+        ),
+    ],
+)
+def test_a_skipped_step_leaves_no_trace_in_the_history(zero_grad):
+    """Batches 2 and 3 overflow; with and without them the run is the same."""
+    found = []
+    for overflows in (False, True):
+        scale = scaler()
+        model, optimizer, perturber = attached(M_ARWP, scaler=scale)
+        for step in (0, 1, 2) if overflows else (0, 2):
+            for part in range(2):
+                x, y = data(2 * step + part)
+                loss = loss_fn(model(x * float("inf") if step == 1 else x), y) / 2
+                if part == 0 and zero_grad == "before backward":
+                    optimizer.zero_grad()
+                scale.scale(loss).backward()
+            scale.step(optimizer)
+            scale.update()
+            if zero_grad == "after the step":
+                optimizer.zero_grad()
+        assert perturber.step == 2
+        found.append([*weights_of(model), *history_of(perturber)])
+    assert_close(*found)
+
+
+class Shared(nn.Module):
+    """One layer that serves in three segments."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.reentrant = reentrant
+        self.double()
+
+    def segment(self, x):
+        return torch.tanh(self.shared(x))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for _ in range(3):
+            if self.reentrant is None:
+                x = self.segment(x)
+            else:
+                x = checkpoint(self.segment, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize(
+    "reentrant",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True, reason="each segment's own part of the gradient is noted"
+            ),
+        ),
+    ],
+)
+def test_checkpointed_segments_that_share_a_layer_have_the_same_history(reentrant, elementwise):
+    found = []
+    for mode in (None, reentrant):
+        method = steppe.m_arwp(0.05, eta=5.0, elementwise=elementwise)
+        model, optimizer, perturber = attached(method, model=Shared(mode))
+        train(model, optimizer, 3, accumulate=2)
+        found.append([*weights_of(model), *history_of(perturber)])
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.xfail(strict=True, reason="the step is taken with gradients divided by the scale")
+def test_a_scaler_that_sam_was_not_given_is_noticed(fused):
+    model, scale = net().float(), scaler()
+    optimizer = sgd(model, fused=fused)
+    perturber = steppe.attach(model, optimizer, steppe.sam(0.1))
+    true = weights_of(model)
+    scale.scale(torch.ones(()))  # it serves another loss of the loop too
+    perturber.backward(lambda: loss_fn(model(data()[0].float()), data()[1]))
+    with pytest.raises(RuntimeError, match=r"attach\(..., scaler=scaler\)"):
+        scale.step(optimizer)
+    assert equal(true, weights_of(model))
+
+
+# ---------------------------------------------------------------------- numbers of micro-batches
+
+
+def train_off_by_one(model, optimizer, batches):
+    """Steps after batches 0, 2, 4: the first step has one micro-batch, the others two."""
+    for step in range(batches):
+        (loss_fn(model(data(step)[0]), data(step)[1]) / 2).backward()
+        if step % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.xfail(strict=True, reason="a first step after one micro-batch raises")
+def test_a_loop_that_steps_first_after_one_micro_batch_is_warned():
+    model, optimizer, perturber = attached(steppe.m_rwp(0.05))
+    with pytest.warns(UserWarning, match=r"\(step \+ 1\) %") as caught:
+        train_off_by_one(model, optimizer, 7)
+    assert len(caught) == 1
+    assert perturber.step == 4
+    assert perturber.stats()["incomplete_steps"] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="a first step after one micro-batch raises")
+def test_a_loop_whose_steps_are_never_complete_is_stopped_at_the_second():
+    model, optimizer, perturber = attached(steppe.m_rwp(0.05))
+    with pytest.warns(UserWarning, match="micro-batches"):
+        train(model, optimizer, 1)
+    true = weights_of(model)
+    with pytest.raises(RuntimeError, match="micro-batches"):
+        train(model, optimizer, 1)
+    assert equal(true, weights_of(model))
+    assert perturber.step == 1
+
+
+def test_a_first_incomplete_step_raises_where_that_was_asked_for():
+    model, optimizer, _ = attached(steppe.m_rwp(0.05), on_incomplete="raise")
+    with pytest.raises(RuntimeError, match="micro-batches"):
+        train(model, optimizer, 1)
+
+
+# ---------------------------------------------------------------------- two losses, one step
+
+
+def hinge(real, output):
+    return torch.relu(1 - output if real else 1 + output).mean()
+
+
+def cross_entropy(real, output):
+    target = torch.full_like(output, float(real))
+    return nn.functional.binary_cross_entropy_with_logits(output, target)
+
+
+def critic():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def train_critic(model, optimizer, loss_of, steps=5):
+    for step in range(steps):
+        x = data(step)[0]
+        loss_of(True, model(x + 1)).backward()
+        loss_of(False, model(x - 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loss_of", [cross_entropy, hinge], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("method", [steppe.m_rwp(0.05), M_ARWP], ids=lambda method: method.name)
+@pytest.mark.xfail(strict=True, reason="real is always clean and fake always perturbed, silently")
+def test_a_discriminator_is_warned_that_its_losses_are_taken_for_micro_batches(method, loss_of):
+    model, optimizer, _ = attached(method, model=critic())
+    with pytest.warns(UserWarning, match=r"passes\(\)"):
+        train_critic(model, optimizer, loss_of)
+
+
+@pytest.mark.parametrize("convention", ["mean", "sum"])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_ordinary_micro_batches_are_not_warned(accumulate, convention):
+    model, optimizer, perturber = attached(M_ARWP, microbatch_loss=convention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            for part in range(accumulate):
+                x, y = data(step * accumulate + part, size=6)
+                loss = loss_fn(model(x), y)
+                (loss / accumulate if convention == "mean" else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert perturber.step == 6
+
+
+def test_one_class_per_micro_batch_is_not_warned_if_it_changes_sides():
+    """Sorted data: a micro-batch may have a single class, now in the first place, now in the second."""
+    model, optimizer, _ = attached(M_ARWP, model=critic())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            for part in range(2):
+                real = (step + part) % 2 == 0
+                (cross_entropy(real, model(data(2 * step + part)[0])) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,246 @@
+"""What counts as a step and as a pass, in loops that make it hard to tell."""
+
+import pytest
+import torch
+
+import steppe
+from tests.nets import equal, loss_fn, weights_of
+from tests.review.loops import assert_close, attached, data, history_of, net, sgd, step_with, train
+
+ARWP = steppe.arwp(0.05, eta=5.0)
+M_ARWP = steppe.m_arwp(0.05, eta=5.0)
+
+
+# ---------------------------------------------------------------------- one step, counted once
+
+
+def inherited():
+    """A fresh pair of classes: torch patches `step` of each class whose instance is made."""
+
+    class Base(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * p.grad)
+
+    class Derived(Base):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    return Base, Derived
+
+
+TWICE = "torch runs the hooks of step() for the class and for its base class"
+
+
+@pytest.mark.parametrize(
+    "made_before",
+    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=TWICE))],
+)
+@pytest.mark.parametrize("method", [ARWP, M_ARWP], ids=lambda method: method.name)
+def test_an_optimizer_that_calls_its_base_class_takes_one_step(method, made_before):
+    base, derived = inherited()
+    if made_before:
+        base(net().parameters())
+    ends = []
+    for kind in (derived, lambda params: sgd(params)):
+        model = net()
+        optimizer = kind(model.parameters())
+        perturber = steppe.attach(model, optimizer, method)
+        train(model, optimizer, accumulate=method.batches_needed)
+        ends.append([*weights_of(model), *history_of(perturber)])
+        assert perturber.step == 3
+    assert_close(*ends)
+
+
+@pytest.mark.xfail(strict=True, reason=TWICE)
+def test_a_subclass_of_sgd_takes_one_step_with_a_closure_too():
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = net()
+    optimizer = Mine(model.parameters(), lr=0.1)
+    perturber = steppe.attach(model, optimizer, steppe.sam(0.1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn(model(data()[0]), data()[1])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert perturber.step == 2
+
+
+# ---------------------------------------------------------------------- steps by other hands
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, as SAM is often written."""
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, options)
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def second_step(self):
+        self.base_optimizer.step()
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step",
+        pytest.param(
+            "second_step",
+            marks=pytest.mark.xfail(strict=True, reason="the base optimizer's step is not seen"),
+        ),
+    ],
+)
+def test_a_wrapper_whose_base_optimizer_takes_the_steps(name):
+    plain, optimizer, other = attached(ARWP)
+    train(plain, optimizer)
+    model = net()
+    optimizer = Wrapped(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    perturber = steppe.attach(model, optimizer, ARWP)
+    train(model, optimizer, take_step=getattr(optimizer, name))
+    assert perturber.step == 3
+    assert equal(weights_of(model), weights_of(plain))
+    assert equal(history_of(perturber), history_of(other))
+
+
+@pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
+@pytest.mark.xfail(strict=True, reason="the same eps is drawn for ever")
+def test_weights_that_are_updated_by_hand_are_noticed(method):
+    model, _, perturber = attached(method)
+    updates = 0
+    with pytest.raises(RuntimeError, match=r"optimizer\.step"):
+        for step in range(3):
+            perturber.backward(lambda: loss_fn(model(data(step)[0]), data(step)[1]))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+            updates += 1
+    assert updates <= 2
+
+
+@pytest.mark.xfail(strict=True, reason="the same eps is drawn for ever")
+def test_an_unchanged_loop_that_updates_by_hand_is_noticed():
+    model, _, _ = attached(steppe.rwp(0.05))
+    updates = 0
+    with pytest.raises(RuntimeError, match=r"optimizer\.step"):
+        for step in range(3):
+            loss_fn(model(data(step)[0]), data(step)[1]).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)
+            model.zero_grad()
+            updates += 1
+    assert updates <= 2
+
+
+def test_gradients_that_are_thrown_away_are_no_update_by_hand():
+    """Three batches in a row are skipped (a bad loss, an overflow); then training goes on."""
+    model, optimizer, perturber = attached(steppe.rwp(0.05))
+    for step in range(3):
+        loss_fn(model(data(step)[0]), data(step)[1]).backward()
+        optimizer.zero_grad()
+    train(model, optimizer, 2)
+    assert perturber.step == 2
+
+
+def test_loading_weights_between_passes_is_no_update_by_hand():
+    model, optimizer, perturber = attached(steppe.rwp(0.05))
+    for step in range(3):
+        loss_fn(model(data(step)[0]), data(step)[1]).backward()
+        model.load_state_dict(net().state_dict())
+        optimizer.zero_grad()
+    train(model, optimizer, 2)
+    assert perturber.step == 2
+
+
+# ---------------------------------------------------------------------- other weights
+
+
+def doubled(model):
+    return {name: 2 * p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all weights", "one weight"])
+@pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.m_rwp(0.05)], ids=lambda m: m.name)
+@pytest.mark.xfail(strict=True, reason="runs unperturbed and counts as a pass")
+def test_a_functional_call_with_other_weights_is_refused(method, whole):
+    model, _, perturber = attached(method)
+    true = weights_of(model)
+    other = {n: w.requires_grad_() for n, w in doubled(model).items() if whole or n == "0.weight"}
+    with pytest.raises(RuntimeError, match=r"passes\(\)"):
+        torch.func.functional_call(model, other, (data()[0],))
+    assert equal(true, weights_of(model))
+    assert perturber.stats()["passes_since_step"] == 0
+
+
+def test_a_functional_call_inside_of_an_explicit_pass_and_without_gradients():
+    model, optimizer, perturber = attached(steppe.rwp(0.05))
+    x, y = data()
+    wanted = torch.func.functional_call(net(), doubled(net()), (x,))
+    with torch.no_grad():
+        assert torch.equal(torch.func.functional_call(model, doubled(net()), (x,)), wanted)
+    for run in perturber.passes():
+        with run:
+            teacher = torch.func.functional_call(model, doubled(net()), (x,))
+            (loss_fn(model(x), y) + (model(x) - teacher).square().mean()).backward()
+    assert torch.equal(teacher, wanted)
+    optimizer.step()
+    assert perturber.step == 1
+
+
+# ---------------------------------------------------------------------- frozen for a while
+
+
+def freeze(model, frozen):
+    for p in model.parameters():
+        p.requires_grad_(not frozen)
+
+
+PASS = pytest.mark.xfail(strict=True, reason="a forward of a frozen model is a pass, or an error")
+
+
+@pytest.mark.parametrize(
+    ("method", "to_input"),
+    [
+        pytest.param(M_ARWP, True, id="m_arwp, input"),
+        pytest.param(M_ARWP, False, id="m_arwp", marks=PASS),
+        pytest.param(steppe.rwp(0.05), True, id="rwp, input", marks=PASS),
+        pytest.param(steppe.rwp(0.05), False, id="rwp", marks=PASS),
+        pytest.param(steppe.sam(0.1), True, id="sam, input", marks=PASS),
+        pytest.param(steppe.sam(0.1), False, id="sam", marks=PASS),
+    ],
+)
+def test_a_forward_of_a_frozen_model_is_an_evaluation(method, to_input):
+    model, optimizer, perturber = attached(method)
+    step_with(perturber, model, optimizer, 0)
+    true = weights_of(model)
+    freeze(model, True)
+    x = data()[0].requires_grad_(to_input)
+    output = model(x)
+    assert equal(true, weights_of(model))
+    if to_input:
+        output.square().sum().backward()
+        twin = net()
+        twin.load_state_dict(model.state_dict())
+        (wanted,) = torch.autograd.grad(twin(x).square().sum(), x)
+        assert torch.equal(x.grad, wanted)
+    assert perturber.stats()["passes_since_step"] == 0
+    freeze(model, False)
+    step_with(perturber, model, optimizer, 1)
+    assert perturber.step == 2

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import steppe
-from tests.nets import equal, loss_fn, weights_of
+from tests.nets import conv, equal, images, loss_fn, weights_of
 from tests.review.loops import (
     Watched,
     Weighted,
@@ -255,6 +255,30 @@ def test_an_ascent_on_sparse_gradients_equals_the_dense_one(method):
             optimizer.zero_grad()
         ends.append(weights_of(model))
     assert_close(*ends)
+
+
+@pytest.mark.parametrize("explicit", ["backward", "passes"])
+@pytest.mark.parametrize(
+    "method", [steppe.rwp(0.5), steppe.m_rwp(0.5, lam=0.3), steppe.sam(0.5)], ids=lambda m: m.name
+)
+@pytest.mark.xfail(strict=True, reason="a forward in evaluation mode puts the weights back")
+def test_a_model_in_evaluation_mode_trains_by_explicit_passes(method, explicit):
+    """Fine-tuning with dropout off and BatchNorm as it is."""
+    model, optimizer, perturber = attached(method, model=conv().double().eval())
+    true = weights_of(model)
+    watched = Watched(model, loss_fn)
+    batches = [(images(k)[0].double(), images(k)[1]) for k in range(method.batches_needed)]
+    if explicit == "backward":
+        perturber.backward(watched, *batches)
+    else:
+        for number, run in enumerate(perturber.passes()):
+            with run:
+                watched(*batches[number % len(batches)]).backward()
+    assert not equal(watched.seen[-1][0], true)
+    assert equal(weights_of(model), true)
+    assert_close(grads_of(model), watched.gradients(factors_of(method)))
+    optimizer.step()
+    assert perturber.step == 1
 
 
 # ---------------------------------------------------------------------- what backward gives back

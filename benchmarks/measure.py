@@ -73,13 +73,14 @@ def in_turns(
 
 def added_by(perturber: steppe.Perturber) -> Callable[[], None]:
     """What a one-pass method adds to a step: move, put back, learn from the gradients there are."""
-    engine = perturber._engine
+    training = perturber._training
 
     def step() -> None:
-        engine.begin(0, 1.0)
-        engine.restore()
-        engine.ledger.done = [0]
-        engine.ledger.settle()
+        training.begin(0)
+        training.restore()
+        training.step.done = [0]
+        training.step.settle()
+        training.new_step()
 
     return step
 

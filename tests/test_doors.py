@@ -183,7 +183,9 @@ def test_passes_with_zip_give_the_mixed_gradient():
         with run:
             loss_fn(model(x), y).backward()
     reference.backward(lambda x, y: loss_fn(other(x), y), *batches)
-    assert equal(gradients(model), gradients(other))
+    # one weighs gradients at the leaves, the other the loss: equal to rounding
+    for found, wanted in zip(gradients(model), gradients(other), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_runs_say_what_they_are():

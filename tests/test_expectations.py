@@ -27,7 +27,7 @@ def test_on_a_quadratic_the_mean_gradient_is_clean_and_the_loss_grows_by_half_th
     model = Quadratic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     perturber = steppe.attach(model, optimizer, steppe.rwp(0.1))
-    engine = perturber._engine
+    engine = perturber._training
     std = 0.1 * model.w.detach().norm()
     clean_gradient = model.H @ model.w.detach()
     clean = float(model.w.detach() @ model.H @ model.w.detach() / 2)

@@ -104,14 +104,20 @@ def test_history_over_several_perturbed_micro_batches_is_the_mean_of_their_own_n
     torch.testing.assert_close(state["history"][0], expected, rtol=1e-9, atol=1e-14)
 
 
-def test_the_first_step_with_a_wrong_number_raises_and_explains():
+def test_steps_that_are_never_complete_raise_and_explain():
+    """A loop may step first after one micro-batch; one that never gives enough is refused."""
     model, optimizer, _ = attached(steppe.m_rwp(0.05))
-    loss_fn(model(data(0)[0]), data(0)[1]).backward()
+    with pytest.warns(UserWarning, match=r"had 1.*\(\(step \+ 1\) % 2 == 0\)"):
+        loss_fn(model(data(0)[0]), data(0)[1]).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_fn(model(data(1)[0]), data(1)[1]).backward()
     with pytest.raises(
         RuntimeError, match=r"2 passes over consecutive micro-batches.*had 1.*batch1, batch2"
     ):
         optimizer.step()
-    model, optimizer, _ = attached(steppe.lpf_sgd(0.05, samples=4))
+    strict = {"on_incomplete": "raise"}
+    model, optimizer, _ = attached(steppe.lpf_sgd(0.05, samples=4), **strict)
     for part in range(6):
         (loss_fn(model(data(part)[0]), data(part)[1]) / 6).backward()
     with pytest.raises(RuntimeError, match=r"multiple of 4 micro-batches"):
@@ -204,7 +210,7 @@ def test_one_pass_methods_accumulate_with_one_eps_per_step():
 
 
 def _true(perturber):
-    weights = perturber._engine.weights
+    weights = perturber._training.weights
     return [weights._backup[slot] for slot in weights.slots]
 
 

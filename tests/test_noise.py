@@ -18,7 +18,7 @@ def eps_of(model, method, *, step=0, seed=0, stream=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     perturber = steppe.attach(model, optimizer, method, seed=seed)
     before = weights_of(model)
-    perturber._engine.move(0, Draw(seed, step, stream))
+    perturber._training.move(0, Draw(seed, step, stream))
     after = weights_of(model)
     perturber.detach()
     assert equal(before, weights_of(model))
@@ -45,9 +45,9 @@ def test_std_of_each_filter_is_the_formula(kind):
         method = steppe.rwp(**{kind: strength})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     perturber = steppe.attach(net, optimizer, method)
-    engine = perturber._engine
+    engine = perturber._training
     if kind == "adaptive":
-        (state,) = engine.ledger.states.values()
+        (state,) = engine.history.states.values()
         state["history"][0].copy_(torch.linspace(0, 5, engine.weights.filters))
     before = weights_of(net)
     draws = 40

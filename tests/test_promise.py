@@ -254,10 +254,26 @@ def test_looking_inside_an_explicit_pass_is_never_silent(attached):
         assert equal(true, weights_of(model))
     (run,) = perturber.passes()
     with pytest.raises(RuntimeError, match="put back in the middle of Run"), run:
+        model.eval()
         with torch.no_grad():
             model(batch()[0])
+        model.train()
         model(batch()[0])
     assert equal(true, weights_of(model))
+
+
+def test_a_forward_without_gradients_in_training_mode_belongs_to_the_pass_held_open(attached):
+    """Losses that cache embeddings run the model once without gradients, then again in backward."""
+    model, _, perturber = attached
+    x, y = batch()
+    (run,) = perturber.passes()
+    with run:
+        with torch.no_grad():
+            without = model(x)
+        output = model(x)
+        assert torch.equal(without, output)
+        loss_fn(output, y).backward()
+    assert perturber.stats()["passes_since_step"] == 1
 
 
 def test_copies_made_in_the_middle_of_a_step_are_inert(attached):

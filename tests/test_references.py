@@ -46,7 +46,7 @@ class Twin:
 
     def unit_noise(self, step, stream):
         """The unit normal values that steppe draws for a pass."""
-        weights = self.perturber._engine.weights
+        weights = self.perturber._training.weights
         seed_of = Draw(self.seed, step, stream).block_seeds(weights.blocks)
         ones = torch.ones_like(weights.sizes)
         return [

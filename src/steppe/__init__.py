@@ -1,7 +1,7 @@
 """steppe: train PyTorch models into flat minima with random weight perturbation."""
 
 from steppe.ascents import Ascent, MomentumAscent
-from steppe.attaching import attach
+from steppe.attach import attach
 from steppe.batchnorm import recompute_norm_stats
 from steppe.methods import (
     Method,

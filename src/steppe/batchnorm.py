@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 
@@ -16,22 +17,28 @@ class FrozenStatistics:
 
     `track_running_stats = False` until the end of backward, so that activation checkpointing
     recomputes the same thing. (`momentum = 0` would turn one infinite batch into NaN statistics
-    and still count it.)
+    and still count it.) InstanceNorm updates its buffers whatever the flag says: they are put away.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._frozen = [
+        tracking = [
             module
             for module in model.modules()
             if isinstance(module, _NormBase) and module.training and module.track_running_stats
         ]
+        self._put_away = {m: dict(m._buffers) for m in tracking if isinstance(m, _InstanceNorm)}
+        self._frozen = [m for m in tracking if m not in self._put_away]
         for module in self._frozen:
             module.track_running_stats = False
+        for module in self._put_away:
+            module.running_mean = module.running_var = None
 
     def thaw(self) -> None:
         for module in self._frozen:
             module.track_running_stats = True
-        self._frozen = []
+        for module, buffers in self._put_away.items():
+            module._buffers.update(buffers)
+        self._frozen, self._put_away = [], {}
 
 
 @torch.no_grad()

@@ -1,12 +1,15 @@
 """Hooks: how an unchanged training loop runs passes.
 
-The attached model's forward, in training mode and with gradients, begins a pass; the end of the
+A call of the attached model, in training mode and with gradients, begins a pass; the end of the
 backward over its output ends it; everything else that looks at the weights finds the true ones.
+
+Nothing of it is part of the model: copies and pickles of an attached model are made from its state
+without any of this, at the true weights.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,157 +18,301 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
-from steppe.engine import Engine, Running
+from steppe.closures import LoopClosure, LossClosure
 from steppe.slots import is_sharded
+from steppe.step import EARLY, Running, put_back
+from steppe.training import Training
+
+CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
+ASKS = "_step_supports_amp_scaling"
+HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_forward_pre_hooks")
+
+
+class Call:
+    """What runs when the attached model is called, in the place of torch's own way to call it.
+
+    A forward hook would stand in every pickle of the model, TorchScript would try to compile it, and
+    Ctrl-C would pass it by.
+    """
+
+    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
+        self._hooks, self._module = hooks, module
+        compiled = getattr(module, CALLS[0], None)
+        self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
+        self._call = getattr(module, self._name)
+        vars(module)[self._name] = self
+
+    def remove(self) -> None:
+        if vars(self._module).get(self._name) is self:
+            del vars(self._module)[self._name]
+            if self._name == CALLS[0]:
+                vars(self._module)[self._name] = self._call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._hooks.before_forward(self._module)
+        try:
+            output = self._call(*args, **kwargs)
+        except BaseException:
+            self._hooks.forward_failed()
+            raise
+        self._hooks.after_forward(self._module, output)
+        return output
+
+
+class State:
+    """What a copy or a pickle of a module is made from: true weights, and nothing of ours."""
+
+    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
+        self._hooks, self._module = hooks, module
+
+    def __call__(self) -> Any:
+        self._hooks.before_look()
+        state = type(self._module).__getstate__(self._module)  # type: ignore[attr-defined]
+        if not isinstance(state, dict):
+            return state
+        state = {k: v for k, v in state.items() if k not in (STATE, *CALLS)}
+        for name in HOOKS:
+            if name in state:
+                kept = ((k, h) for k, h in state[name].items() if not isinstance(_bare(h), Hook))
+                state[name] = type(state[name])(kept)
+        return state
 
 
 class Hook:
-    """A hook on a module that is inert in copies and pickles of the module."""
+    """A hook of ours in a module's own tables, to be known by."""
 
-    def __init__(self, owner: Hooks | None, name: str, *first: Any) -> None:
-        self.owner, self.name, self.first = owner, name, first
+    def __init__(self, hooks: Hooks, name: str) -> None:
+        self._hooks, self._name = hooks, name
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self.owner is not None:
-            getattr(self.owner, self.name)(*self.first, *args, **kwargs)
+        getattr(self._hooks, self._name)(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[Any, ...]]:
-        return (Hook, (None, self.name))
+
+def _bare(hook: Any) -> Any:
+    return getattr(hook, "hook", hook)  # torch wraps those of load_state_dict
+
+
+class ScalerAsks:
+    """Stands in for what a GradScaler asks of an optimizer right before it steps: whether it can
+    unscale gradients by itself. torch says in no other place that a scaler is there."""
+
+    def __init__(self, answer: bool) -> None:
+        self._answer, self.asked = answer, False
+
+    def __bool__(self) -> bool:
+        self.asked = True
+        return self._answer
 
 
 class Hooks:
-    """All hooks of one engine, installed and removed together."""
+    """All hooks of one training, installed and removed together."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        model, optimizer = engine.model, engine.ledger.optimizer
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        model, optimizer = training.model, training.optimizer
         self._handles: list[Any] = [
-            # first of all, so that FSDP gathers perturbed weights
-            model.register_forward_pre_hook(Hook(self, "before_forward"), prepend=True),
-            model.register_forward_hook(Hook(self, "after_forward"), always_call=True),
-            optimizer.register_step_pre_hook(engine.before_step),
-            optimizer.register_step_post_hook(engine.after_step),
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
         ]
-        look = Hook(self, "before_look")
-        if engine.ledger.several and engine.weights.shards.several:
-            self._slots = {slot.name: number for number, slot in enumerate(engine.weights.slots)}
+        self._asks = ScalerAsks(getattr(optimizer, ASKS, False))
+        vars(optimizer)[ASKS] = self._asks
+        self._call = Call(self, model)
+        self._modules = list(model.modules())
+        gather = training.several and training.weights.shards.several
+        for module in self._modules:
+            vars(module)[STATE] = State(self, module)
             self._handles += [
-                # after FSDP's own, when the module's parameters are the gathered ones
-                module.register_forward_pre_hook(Hook(self, "gathered", name))
-                for name, module in model.named_modules()
-                if hasattr(module, "reshard")
+                module.register_state_dict_pre_hook(Hook(self, "before_look")),
+                module.register_load_state_dict_pre_hook(Hook(self, "before_load")),
             ]
-        for module in model.modules():
-            self._handles.append(module.register_state_dict_pre_hook(look))
-            self._handles.append(module.register_load_state_dict_pre_hook(look))
+            if gather and hasattr(module, "reshard"):
+                # after FSDP's own, when the module's parameters are the gathered ones
+                hook = module.register_forward_pre_hook(Hook(self, "gathered"))
+                self._handles.append(hook)
+        perturbed = {slot.param: number for number, slot in enumerate(training.weights.slots)}
+        self._owners = [
+            (module, name, param, perturbed[param])
+            for module in self._modules
+            for name, param in module._parameters.items()
+            if param is not None and param in perturbed
+        ]
 
     def remove(self) -> None:
+        """Leave model and optimizer as they were, and no reference to either."""
         for handle in self._handles:
             handle.remove()
-        self._engine.ledger.remove_hooks()
-        self._engine.ledger.ranks.widen_sync_batchnorm()
+        for module in self._modules:
+            vars(module).pop(STATE, None)
+        self._call.remove()
+        vars(self._training.optimizer).pop(ASKS, None)
+        if self._asks._answer:
+            setattr(self._training.optimizer, ASKS, True)
+        self._handles, self._modules, self._owners = [], [], []
+        del self._call
 
-    def gathered(self, prefix: str, module: nn.Module, _: Any) -> None:
-        """Weigh the gradients of the gathered parameters: sharded ones see none of autograd."""
-        for name, param in module.named_parameters(prefix=prefix):
-            if not is_sharded(param):
-                self._engine.ledger.watch(param, self._slots.get(name))
+    # ------------------------------------------------------------------ whoever looks or writes
 
     def before_look(self, *_: Any, **__: Any) -> None:
-        self._engine.restore()
+        self._training.restore()
 
-    def before_forward(self, module: nn.Module, *_: Any) -> None:
-        engine, running = self._engine, self._engine.running
-        if engine.probing or (running is not None and running.in_backward):
+    def before_load(self, *_: Any, **__: Any) -> None:
+        self._training.restore()
+        self._training.forget_marks()
+
+    def gathered(self, module: nn.Module, _: Any) -> None:
+        """Weigh the gradients of the gathered parameters: sharded ones see none of autograd."""
+        inside = set(module.modules())
+        for owner, name, _param, number in self._owners:
+            if owner in inside:
+                param = owner._parameters[name]
+                if param is not None and not is_sharded(param):
+                    self._training.watch(param, number)
+
+    # ------------------------------------------------------------------ the model's forward
+
+    @_disable_dynamo
+    def before_forward(self, module: nn.Module) -> None:
+        training, running = self._training, self._training.running
+        if training.probing:
+            return
+        grad = torch.is_grad_enabled()
+        if (held := training.holding) is not None:
+            if not (module.training or grad):
+                training.restore()
+            elif running is not held:
+                raise RuntimeError(put_back(held.held))
+            return
+        if running is not None and running.in_backward:
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and torch.is_grad_enabled()):
-            engine.restore()
-        elif engine.open_run is not None:
-            engine.open_run.check_in_place()
-        elif running is None and engine.method.perturbs:
+        if not (module.training and grad) or not training.weights.active:
+            training.restore()
+        elif running is None and training.method.perturbs:
+            self._check_own_weights()
             self._begin()
 
+    def _check_own_weights(self) -> None:
+        for owner, name, param, _ in self._owners:
+            if owner._parameters.get(name) is not param and not is_sharded(param):
+                raise RuntimeError(
+                    f"The attached model runs with another {name} than the one that was attached "
+                    "(torch.func.functional_call with other weights, or a parametrization since). "
+                    "Hold the pass open over what is made of the model's own weights: "
+                    f"{self._training.loop.hold}. Or attach again."
+                )
+
     def _begin(self) -> None:
-        engine, method = self._engine, self._engine.method
+        training, method = self._training, self._training.method
         if method.repeats_batch:
             raise RuntimeError(
                 f"{method.name}() needs {len(method.passes)} passes over the same batch, which "
-                "hooks cannot give.\nUse perturber.backward(lambda: loss_fn(model(x), y)) in place "
-                "of loss.backward()."
+                f"hooks cannot give.\nUse {training.loop.repeat}."
             )
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "The attached model is called inside a backward: a reentrant checkpoint around the "
-                "whole model runs its first forward without gradients, at other weights than the "
-                "second. Use checkpoint(..., use_reentrant=False)."
+                "The attached model is called inside a backward, by a checkpoint around all of it "
+                "(use checkpoint(..., use_reentrant=False)) or by a loss that runs the model again. "
+                f"Hold the pass open over all of it: {training.loop.hold}."
             )
-        ledger = engine.ledger
-        ledger.new_step_if_abandoned()
-        index = ledger.ranks.index
-        losses = len(method.passes)
-        if index is None:
-            index = len(ledger.done) % len(method.passes)
-            losses = losses if ledger.microbatch_loss == "mean" else 1
-        engine.begin(index, method.passes[index].weight * losses)
+        training.new_step_if_abandoned()
+        training.begin(*training.next_pass())
 
-    def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        running = self._engine.running
-        if running is None or running.run is not None or running.in_backward:
+    def forward_failed(self) -> None:
+        running = self._training.running
+        if running is not None and not running.held and not running.in_backward:
+            self._training.restore()
+
+    @_disable_dynamo
+    def after_forward(self, module: nn.Module, output: Any) -> None:
+        running = self._training.running
+        if running is None or running.held or running.in_backward:
             return
-        if output is None and sys.exc_info()[0] is not None:
-            self._engine.restore()  # the forward raised
-            return
-        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn]
+        leaves = pytree.tree_leaves(output)
+        tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn]
         if not tensors:
-            self._engine.restore()
+            self._training.restore()
             raise RuntimeError(
                 f"{type(module).__name__} returned no differentiable tensor that steppe can see "
-                f"(got {type(output).__name__}), so the end of its backward cannot be told. Return "
-                "tensors, or tuples, lists or dictionaries of them, or use perturber.passes()."
+                f"(got {type(output).__name__}), so the end of its backward cannot be found. Return "
+                f"tensors, or tuples, lists or dictionaries of them, or use {self._training.loop.hold}."
             )
         for tensor in tensors:
             tensor.register_hook(partial(self._on_output_gradient, running))
 
-    def _on_output_gradient(self, running: Running, _: Tensor) -> None:
+    def _on_output_gradient(self, running: Running, gradient: Tensor) -> None:
         """Backward has reached an output. Its end is queued from here, not from a parameter's
         hook, which also fires inside the nested backward of reentrant checkpointing."""
-        engine = self._engine
+        training = self._training
         if torch.is_grad_enabled():
-            engine.restore()
+            training.restore()
             raise RuntimeError(
                 "create_graph=True differentiates through weights that are put back after backward. "
-                "Hold the pass open over both backwards: for run in perturber.passes(): with run: …"
+                f"Hold the pass open over both backwards: {training.loop.hold}"
             )
-        if engine.running is not running:
+        if training.running is not running:
             raise RuntimeError(
                 "This graph was built at perturbed weights that have been put back since: by another "
                 "backward over it, an evaluation, state_dict() or optimizer.step() in between. Run "
                 "one backward right after its forward, or hold the pass open over all of it: "
-                "for run in perturber.passes(): with run: …"
+                f"{training.loop.hold}"
             )
         if not running.in_backward:
-            running.in_backward = True
+            training.step.backward_begins(running)
+        if not running.end_is_queued:
+            running.end_is_queued = True
+            if training.several and training.ranks.index is None and training.number < EARLY:
+                training.step.compare_losses(running, gradient)
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(EndOfBackward(engine, running))
+            queue(EndOfBackward(training, running))
+
+    # ------------------------------------------------------------------ the optimizer's step
+
+    def before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        training = self._training
+        scaled, self._asks.asked = self._asks.asked, False
+        if training.stepping:
+            training.stepping += 1
+            return None
+        training.restore()
+        training.notice_added()
+        if scaled:
+            training.check_scaler()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        step = training.step
+        if closure is None:
+            step.idle = not step.done and training.stands_still()
+            if not step.idle:
+                step.settle()
+            training.stepping = 1
+            return None
+        training.stepping = 1
+        kind = LossClosure if training.loop.closure == "loss" else LoopClosure
+        ours = kind(training, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": ours}
+        return (args[0], ours, *args[2:]), kwargs
+
+    def after_step(self, *_: Any) -> None:
+        self._training.stepping = max(0, self._training.stepping - 1)
+        if not self._training.stepping:
+            self._training.step_taken()
 
 
 class EndOfBackward:
     """Called by autograd when a backward is over. If the backward raised, autograd lets go of it
     instead, and that puts the weights back too."""
 
-    def __init__(self, engine: Engine, running: Running) -> None:
-        self._engine, self._running = engine, running
+    def __init__(self, training: Training, running: Running) -> None:
+        self._training, self._running = training, running
 
     def __call__(self) -> None:
-        self._engine.finish(self._running)
+        self._training.finish(self._running)
 
     def __del__(self) -> None:
-        if self._engine.running is self._running:
-            self._engine.restore()
+        if self._training.running is self._running:
+            self._training.restore(quiet=True)
 
 
-def is_attached(model: nn.Module) -> bool:
-    """Whether the model, a part of it or a wrapper that shares its parts is attached already."""
-    hooks = (hook for module in model.modules() for hook in module._state_dict_pre_hooks.values())
-    return any(isinstance(hook, Hook) and hook.owner is not None for hook in hooks)
+def attached(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a model that are attached already, by this or a wrapper that shares them."""
+    return (module for module in model.modules() if isinstance(vars(module).get(STATE), State))

@@ -73,6 +73,13 @@ class Perturbation(ABC):
             "passes needs it."
         )
 
+    def collect_all(self, grads: Gradients, noted: Gradients, scale: float) -> Gradients:
+        """`collect` for all parameters of one pass, gradients times `scale`."""
+        return [
+            old if grad is None else self.collect(grad if scale == 1 else grad * scale, old)
+            for grad, old in zip(grads, noted, strict=True)
+        ]
+
     def learn_noted(
         self, weights: Weights, state: State, notes: Gradients, scale: Tensor | float
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steppe.batches import deal
-from steppe.engine import Engine, Run
+from steppe.distributed import Ranks
 from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import Draw
+from steppe.passes import Answers, Run, deal
+from steppe.training import Training
 
 FORMAT = 1
 """Of the state dict. Raise it when its meaning changes."""
@@ -43,35 +46,58 @@ class Probe:
 class Perturber:
     """A method at work on a model. Keep it to save, inspect or detach; the loop needs no more."""
 
-    def __init__(self, engine: Engine, hooks: Hooks, skipped: dict[str, str]) -> None:
-        self._engine, self._hooks, self._skipped = engine, hooks, skipped
+    def __init__(self, training: Training, hooks: Hooks, skipped: dict[str, str]) -> None:
+        self._training, self._hooks, self._skipped = training, hooks, skipped
         self._attached = True
 
     @property
     def method(self) -> Method:
-        return self._engine.method
+        return self._training.method
 
     @property
     def batches_needed(self) -> int:
         """How many batches `backward` takes: one, if the passes run on different ranks."""
-        return 1 if self._engine.ledger.ranks.index is not None else self.method.batches_needed
+        return 1 if self.ranks.index is not None else self.method.batches_needed
 
     @property
     def step(self) -> int:
         """Optimizer steps taken since training began."""
-        return self._engine.ledger.step
+        return self._training.number
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process among those that share each step: which pass it runs, of how many."""
+        return self._training.ranks
+
+    @property
+    def perturbed(self) -> bool:
+        """Whether the weights are away from their true values at this moment."""
+        return bool(self._training.weights.moved)
 
     def restore(self) -> None:
         """Put the true weights back now, if a forward was interrupted or its loss thrown away."""
-        self._engine.restore()
+        self._training.restore()
+
+    def new_step(self, *, drop_gradients: bool = False) -> None:
+        """Forget the passes since the last optimizer step, where a loop threw their gradients away
+        in a way that cannot be seen (or throws them away here)."""
+        self._training.restore()
+        self._training.new_step()
+        if drop_gradients:
+            self._training.set_gradients_aside()
 
     def detach(self) -> None:
-        """Put the true weights back and remove every trace from model and optimizer."""
-        self._engine.restore()
-        self._hooks.remove()
-        self._attached = False
+        """Put the true weights back and remove every trace from model and optimizer.
 
-    # ------------------------------------------------------------------ explicit doors
+        The perturber keeps its state and no reference to the model.
+        """
+        if self._attached:
+            self._training.restore()
+            self._hooks.remove()
+            self._training.let_go()
+            self._attached = False
+
+    # ------------------------------------------------------------------ passes by hand
 
     def passes(self) -> Iterator[Run]:
         """The passes of one step, to be entered one after the other:
@@ -79,25 +105,36 @@ class Perturber:
         `for run, (x, y) in zip(perturber.passes(), batches): with run: loss(x, y).backward()`
         """
         self._check_attached()
+        training = self._training
         if self.method.m is not None:
             raise RuntimeError(
                 f"{self.method.name}(m={self.method.m}) slices the batch by itself. Use "
                 "perturber.backward(loss_of, batch)."
             )
-        self._engine.ledger.new_step_if_abandoned()
-        mine = self._engine.ledger.ranks.index
+        training.new_step_if_abandoned()
+        mine = training.ranks.index
         for index, planned in enumerate(self.method.passes):
             if mine is None:
-                yield Run(self._engine, index, planned.weight)
+                yield Run(training, index, planned.weight)
             elif index == mine:
-                yield Run(self._engine, index, planned.weight * len(self.method.passes))
+                yield Run(training, index, planned.weight * len(self.method.passes))
 
-    def backward(self, loss_of: Callable[..., Tensor], *batches: Any) -> Tensor:
+    def next_pass(self) -> Run:
+        """The pass whose turn it is in a loop over micro-batches, to hold open over one of them:
+        `with perturber.next_pass(): loss_fn(model(x), y).backward()`"""
+        self._check_attached()
+        self._training.new_step_if_abandoned()
+        index, factor = self._training.next_pass()
+        return Run(self._training, index, factor, by_hooks=True)
+
+    def backward(self, loss_of: Callable[..., Any], *batches: Any) -> Any:
         """Run all passes of a step and leave the method's gradient in `.grad`.
 
         `loss_of(*batch)` gives the loss of a batch. Methods that use one batch take one (or none:
         `backward(lambda: loss_fn(model(x), y))`), the mixed methods take two. Returns the loss that
-        the method minimises, without its graph.
+        the method minimises, without its graph. What `loss_of` returns beside it, as a tuple whose
+        first item is the loss or a mapping with "loss", comes back too: from the true weights where
+        the method has such a pass, as a list where it slices the batch.
         """
         self._check_attached()
         if not callable(loss_of):
@@ -105,24 +142,17 @@ class Perturber:
                 f"backward() takes a function that gives the loss, got {type(loss_of).__name__}. "
                 "Write perturber.backward(lambda: loss_fn(model(x), y))."
             )
-        work = deal(self.method, batches, self._engine.ledger.ranks.index)
-        self._engine.ledger.new_step_if_abandoned()
-        total: Tensor | None = None
+        training = self._training
+        work = deal(self.method, batches, training.ranks.index)
+        training.new_step_if_abandoned()
+        answers = Answers()
         for number, batch, factor in work:
-            with Run(self._engine, number, factor), torch.enable_grad():
-                loss = loss_of(*batch)
-                self._backward(loss)
-            part = loss.detach() * factor
-            total = part if total is None else total + part
-        assert total is not None
-        return total
-
-    def _backward(self, loss: Tensor) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
-        scaler = self._engine.ledger.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
+            run = Run(training, number, factor, weighs_loss=True)
+            with run, torch.enable_grad():
+                answer = loss_of(*batch)
+                run.backward(answers.loss(answer))
+            answers.add(answer, factor, clean=not run.perturbed)
+        return answers.result()
 
     # ------------------------------------------------------------------ is it working?
 
@@ -133,7 +163,7 @@ class Perturber:
         ask alone: of sharded weights the norms are those of the last pass, and what would need an
         exchange with other ranks is NaN.
         """
-        shards = self._engine.weights.shards
+        shards = self._training.weights.shards
         shards.silent = True
         try:
             return self._stats()
@@ -141,19 +171,22 @@ class Perturber:
             shards.silent = False
 
     def _stats(self) -> dict[str, float]:
-        ledger, weights = self._engine.ledger, self._engine.weights
-        stats: dict[str, float] = {"step": ledger.step, "strength": 0.0, "displacement": 0.0}
-        for noise, state in ledger.states.items():
-            stats["strength"] = noise.strength(ledger.step)
+        training, weights = self._training, self._training.weights
+        stats: dict[str, float] = {"step": self.step, "strength": 0.0, "displacement": 0.0}
+        for noise, state in training.history.states.items():
+            stats["strength"] = noise.strength(self.step)
             with torch.no_grad():
                 size = torch.linalg.vector_norm(weights.filter_norms())
-                radius = noise.radius(weights, state, ledger.step)
-                stats["displacement"] = float(radius) / max(float(size), 1e-30)
+                try:
+                    radius = float(noise.radius(weights, state, self.step))
+                except NotImplementedError:  # an own perturbation need not know it
+                    radius = float("nan")
+                stats["displacement"] = radius / max(float(size), 1e-30)
                 stats.update(noise.stats(state))
             break
         stats["perturbed_parameters"] = sum(s.param.numel() for s in weights.active)
-        stats["passes_since_step"] = len(ledger.done)
-        stats["incomplete_steps"] = ledger.incomplete
+        stats["passes_since_step"] = len(training.step.done)
+        stats["incomplete_steps"] = training.incomplete
         return stats
 
     def probe(self, closure: Callable[[], Tensor], samples: int = 4) -> Probe:
@@ -172,31 +205,33 @@ class Perturber:
         found = []
         for sample in range(samples):
             if noise is not None and noise.needs_gradient:
-                self._engine.gradient = self._gradient(closure)
+                self._training.step.gradient = self._gradient(closure)
             found.append(self._look(closure, index, sample))
         values = torch.tensor(found, dtype=torch.float64)
         stderr = float(values.std() / samples**0.5) if samples > 1 else float("nan")
         return Probe(true, float(values.mean()), stderr, samples)
 
     def _look(self, closure: Callable[[], Tensor], index: int | None, sample: int = 0) -> float:
-        draw = Draw(self._engine.seed + sample, self.step, PROBE_STREAM)
-        with torch.random.fork_rng(), self._engine.probe(index, draw), torch.no_grad():
+        draw = Draw(self._training.seed + sample, self.step, PROBE_STREAM)
+        with torch.random.fork_rng(), self._training.probe(index, draw), torch.no_grad():
             return float(closure())
 
     def _gradient(self, closure: Callable[[], Tensor]) -> list[Tensor | None]:
-        draw, params = Draw(0, 0), [slot.param for slot in self._engine.weights.active]
-        with torch.random.fork_rng(), self._engine.probe(None, draw), torch.enable_grad():
+        draw, params = Draw(0, 0), [slot.param for slot in self._training.weights.active]
+        with torch.random.fork_rng(), self._training.probe(None, draw), torch.enable_grad():
             return list(torch.autograd.grad(closure(), params, allow_unused=True))
 
     def __repr__(self) -> str:
-        weights, stats = self._engine.weights, self.stats()
+        weights, stats = self._training.weights, self.stats()
         count = sum(slot.param.numel() for slot in weights.active)
+        displacement = stats["displacement"]
+        known = "unknown" if math.isnan(displacement) else f"= {displacement:.3g}"
         lines = [
             f"{self.method.name} at step {self.step}, strength {stats['strength']:g}: "
             f"{count:,} weights of {len(weights.active)} parameters in {weights.filters:,} filters, "
-            f"expected ‖eps‖/‖w‖ = {stats['displacement']:.3g}",
+            f"expected ‖eps‖/‖w‖ {known}",
         ]
-        ranks = self._engine.ledger.ranks
+        ranks = self.ranks
         if ranks.index is not None:
             kind = "perturbed" if self.method.passes[ranks.index].perturbation else "clean"
             lines.append(
@@ -204,31 +239,33 @@ class Perturber:
                 f"{ranks.rank} and runs pass {ranks.index} ({kind})"
             )
         lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in weights.active]
-        frozen = {s.name: "frozen" for s in weights.slots if not s.active}
-        lines += [
-            f"  left out   {name}: {why}" for name, why in {**self._skipped, **frozen}.items()
-        ]
+        left_out = self._skipped | {s.name: "frozen" for s in weights.slots if not s.active}
+        for name in self._training.added():
+            left_out[name] = "added to the optimizer after attach()"
+        lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)
 
     # ------------------------------------------------------------------ save and load
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on bit for bit: step, seed and history."""
-        ledger, weights = self._engine.ledger, self._engine.weights
+        """Everything that a run needs to resume bit-exactly: step, seed and history."""
+        training, weights = self._training, self._training.weights
+        # where a function lies in memory is no setting of it
+        settings = re.sub(r" at 0x[0-9a-f]+", "", repr(self.method))
         return {
             "format": FORMAT,
             "method": self.method.name,
-            "settings": repr(self.method) + weights.compiles * ", compiled noise",
-            "seed": self._engine.seed,
-            "step": ledger.step,
-            "incomplete": ledger.incomplete,
+            "settings": settings + weights.compiles * ", compiled noise",
+            "seed": training.seed,
+            "step": self.step,
+            "incomplete": training.incomplete,
             "parameters": [[s.name, list(s.param.shape)] for s in weights.slots],
-            "states": [dict(state) for state in ledger.states.values()],
+            "states": [dict(state) for state in training.history.states.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved run stopped. Raises, with nothing changed, if it does not fit."""
-        ledger, mine = self._engine.ledger, self.state_dict()
+        """Resume where a saved run stopped. Raises, with nothing changed, if it does not fit."""
+        training, mine = self._training, self.state_dict()
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(
                 f"This is not a state dict of a perturber (format {FORMAT}); its keys are "
@@ -247,7 +284,7 @@ class Perturber:
         if state["settings"] != mine["settings"]:
             warnings.warn(
                 f"Settings differ from the saved ones: {state['settings']} was saved, "
-                f"{mine['settings']} goes on.",
+                f"{mine['settings']} is used from here on.",
                 stacklevel=2,
             )
         self.restore()
@@ -256,9 +293,9 @@ class Perturber:
                 for name, tensors in here.items():
                     for old, new in zip(tensors, saved[name], strict=True):
                         old.copy_(new)
-        self._engine.seed = state["seed"]
-        ledger.step, ledger.incomplete = state["step"], state["incomplete"]
-        ledger.new_step()
+        training.seed = state["seed"]
+        training.number, training.incomplete = state["step"], state["incomplete"]
+        training.new_step()
 
     def _check_attached(self) -> None:
         if not self._attached:

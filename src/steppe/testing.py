@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.attaching import attach
-from steppe.batches import deal
-from steppe.engine import Run
+from steppe.attach import attach
 from steppe.methods import Method, Pass
 from steppe.noise import Draw
+from steppe.passes import Run, deal
 from steppe.perturbations import Gradients, Perturbation, State
 from steppe.perturber import Perturber
 from steppe.weights import Weights
@@ -58,13 +57,13 @@ def true_weights_after_an_error(method: Method) -> None:
 
 def true_weights_in_the_middle(method: Method) -> None:
     """state_dict() of any part and an evaluation in the middle of a pass see true weights."""
-    loop = Loop(method)
+    loop = Loop(replace(method, m=None))
     loop.run(2)
     before, output = loop.weights(), loop.evaluate()
     for look in (loop.weights, loop.state_dict_weights):
         run = loop.enter_last_pass()
         perturbed = method.passes[-1].perturbation is not None
-        moved = bool(loop.perturber._engine.weights.moved)
+        moved = loop.perturber.perturbed
         assert moved == perturbed, "the last pass should have moved the weights"
         if look == loop.weights:
             assert torch.equal(output, loop.evaluate()), "evaluation in the middle of a pass"
@@ -174,15 +173,15 @@ class Loop:
             self.done += 1
 
     def _plain_gradients(self) -> None:
-        """The weighted sum of the batches' gradients, as it would be written without steppe."""
+        """The gradient of the weighted sum of the batches' losses, written without steppe."""
         params = list(self.model.parameters())
         for _, batch, factor in deal(self.method, tuple(self.batches(self.done))):
             if factor == 0:
                 continue
-            grads = torch.autograd.grad(self.loss_of(*batch), params)
+            loss = self.loss_of(*batch)
+            grads = torch.autograd.grad(loss if factor == 1 else loss * factor, params)
             for param, grad in zip(params, grads, strict=True):
-                part = grad if factor == 1 else grad * factor
-                param.grad = part if param.grad is None else param.grad + part
+                param.grad = grad if param.grad is None else param.grad + grad
 
     def fail(self, where: str, after: int) -> None:
         """One step in which something goes wrong in pass number `after`."""
@@ -216,8 +215,7 @@ class Loop:
         self.optimizer.zero_grad()
         batches = self.batches(self.done)
         passes = self.method.passes
-        for number in range(len(passes)):
-            run = Run(self.perturber._engine, number, passes[number].weight)
+        for number, run in enumerate(self.perturber.passes()):
             run.__enter__()
             loss = self.loss_of(*batches[number % len(batches)])
             if number < len(passes) - 1:
@@ -228,7 +226,7 @@ class Loop:
     def abandon(self, run: Run) -> None:
         run.__exit__(RuntimeError, None, None)
         self.optimizer.zero_grad()
-        self.perturber._engine.ledger.new_step()
+        self.perturber.new_step()
 
     @torch.no_grad()
     def evaluate(self) -> Tensor:

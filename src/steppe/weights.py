@@ -139,7 +139,20 @@ class Weights:
             _foreach_copy([self._backup[s] for s in active], [s.values for s in active])
         self.moved = active
 
-    def restore(self) -> None:
+    def check_same(self) -> None: ...
+
+    def moved_on(self) -> None: ...
+
+    def marks(self) -> tuple[int, ...]:
+        return tuple(slot.param._version for slot in self.slots)
+
+    def free(self) -> None:
+        self._backup = {}
+
+    def per_parameter(self, vector: Tensor) -> list[Tensor | None]:
+        return list(vector.split([slot.filter_count for slot in self.slots]))
+
+    def restore(self, *, quiet: bool = False) -> None:
         """Put the true weights back, bit for bit. Harmless when nothing was moved."""
         if not self.moved:
             return

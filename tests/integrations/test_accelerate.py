@@ -103,9 +103,8 @@ def test_hooks_are_on_the_optimizer_that_steps_and_its_scaler_is_found():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, prepared = accelerator.prepare(model, optimizer)
     perturber = steppe.attach(model, prepared, M_ARWP)
-    ledger = perturber._engine.ledger
-    assert ledger.optimizer is optimizer
-    assert ledger.scaler is accelerator.scaler
+    assert perturber._training.optimizer is optimizer
+    assert perturber._training.scaler is accelerator.scaler
     for number in range(6):
         x, y = batch(number)
         accelerator.backward(loss_fn(model(x), y) / 2)

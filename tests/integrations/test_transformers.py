@@ -183,7 +183,7 @@ def test_equals_a_loop_by_hand(kind, method, accumulate, clip, tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "method",
-    [steppe.sam(0.1), steppe.m_arwp(0.05, eta=5.0, lam=0.3, same_batch=True)],
+    [steppe.sam(0.1), steppe.m_arwp(0.05, eta=5.0, same_batch=True)],
     ids=["sam", "m_arwp same batch"],
 )
 def test_the_trainer_for_methods_that_need_a_batch_twice(method, accumulate, tmp_path):

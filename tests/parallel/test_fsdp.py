@@ -144,7 +144,7 @@ def noise_on(rank):
     world = torch.distributed.get_world_size()
     model = sharded(init_device_mesh("cpu", (world,)))
     perturber = steppe.attach(model, sgd(model), steppe.rwp(0.05))
-    engine = perturber._engine
+    engine = perturber._training
     true = full(model.parameters())
     engine.move(0, Draw(7, 3))
     moved = full(model.parameters())
@@ -156,7 +156,7 @@ def noise_on(rank):
 def test_the_noise_does_not_depend_on_the_number_of_shards():
     whole = Net()
     perturber = steppe.attach(whole, sgd(whole), steppe.rwp(0.05))
-    perturber._engine.move(0, Draw(7, 3))
+    perturber._training.move(0, Draw(7, 3))
     expected = weights_of(whole)
     for world in (2, 3, 4):
         for found in run(world, noise_on):
@@ -234,11 +234,11 @@ def first_history(rank):
     moved = [t.detach().clone() for t in perturber_weights(perturber)]
     loss.backward()
     optimizer.step()
-    return moved, history_of(perturber), [slot.name for slot in perturber._engine.weights.slots]
+    return moved, history_of(perturber), [slot.name for slot in perturber._training.weights.slots]
 
 
 def perturber_weights(perturber):
-    return [slot.values for slot in perturber._engine.weights.slots]
+    return [slot.values for slot in perturber._training.weights.slots]
 
 
 def test_hsdp_history_is_the_mean_over_the_perturbed_ranks_own_gradients():

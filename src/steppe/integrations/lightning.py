@@ -16,11 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from steppe.attaching import attach
-from steppe.engine import Run, drop_gradients
-from steppe.integrations.loops import check_arguments, fill_in_length
+from steppe.attach import attach
+from steppe.integrations.loops import (
+    check_accumulation,
+    check_arguments,
+    fill_in_length,
+    named,
+)
 from steppe.methods import Method
+from steppe.passes import Run
 from steppe.perturber import Perturber
+from steppe.training import Loop
 
 try:
     from lightning.pytorch import Callback
@@ -37,20 +43,29 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
+LOOP = Loop(
+    accumulate="Set Trainer(accumulate_grad_batches={n}), or a multiple of it",
+    hold="automatic_optimization = False with perturber.passes()",
+    repeat="steppe.integrations.lightning.Perturb with automatic optimization",
+    closure="loop",
+)
+
+
 class Perturb(Callback):
     """Train with a method of steppe's under Lightning's automatic optimization.
 
     Args:
-        method: `steppe.arwp()`, `steppe.m_arwp(0.015)`, `steppe.sam(0.05)`, … A schedule without a
-            length (`cosine_increase(0, 0.01)`) gets the Trainer's.
+        method: `steppe.arwp()`, `steppe.m_arwp(0.015)`, `steppe.sam(0.05)`, … or by name, as
+            LightningCLI gives it: "arwp:ratio=0.1". A schedule without a length
+            (`cosine_increase(0, 0.01)`) gets the Trainer's.
         options: of `steppe.attach`: seed, exclude, on_incomplete, passes_over, noise, ascent.
 
     `perturber` is the perturber at work; its state is saved in Lightning's checkpoints.
     """
 
-    def __init__(self, method: Method, **options: Any) -> None:
-        check_arguments(method, options)
-        self.method, self.options = method, options
+    def __init__(self, method: Method | str, **options: Any) -> None:
+        self.method, self.options = named(method), options
+        check_arguments(self.method, options)
         self.perturber: Perturber | None = None
         self._saved: dict[str, Any] = {}
         self._undo: Callable[[], None] | None = None
@@ -83,8 +98,11 @@ class Perturb(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._step = Step(trainer.strategy)
         optimizer = trainer.optimizers[0]
-        self.perturber = attach(self._step, optimizer, method, scaler=scaler, **self.options)
-        self.perturber._engine.closure_runs_hooks = True
+        self.perturber = attach(
+            self._step, optimizer, method, scaler=scaler, loop=LOOP, **self.options
+        )
+        accumulated = trainer.accumulate_grad_batches
+        check_accumulation(self.perturber, accumulated, "Trainer(accumulate_grad_batches={})")
         self._reroute(trainer)
         if trainer.global_step:
             self._resume(trainer.global_step)
@@ -172,10 +190,7 @@ class Perturb(Callback):
         perturber is told here that those still there are of the step before."""
         assert self.perturber is not None
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            ledger = self.perturber._engine.ledger
-            ledger.new_step()
-            if self.method.repeats_batch:
-                drop_gradients(ledger)
+            self.perturber.new_step(drop_gradients=self.method.repeats_batch)
 
     # ------------------------------------------------------------------ whoever looks next
 
@@ -204,6 +219,8 @@ class Skipped(Exception):  # noqa: N818 - not an error: a training step may retu
 
 class Step(nn.Module):
     """The strategy's training step as a module, which is what steppe attaches to."""
+
+    only_wraps = True
 
     def __init__(self, strategy: Any) -> None:
         super().__init__()

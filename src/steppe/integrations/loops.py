@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import Any
 
+from steppe import methods
 from steppe.methods import Method
+from steppe.perturber import Perturber
 
 OPTIONS = ("seed", "exclude", "on_incomplete", "passes_over", "noise", "ascent")
 """Options of `attach` that are the user's; the framework knows the others."""
+
+
+NAMES = (
+    *("sgd", "rwp", "arwp", "m_rwp", "m_arwp", "sam", "asam"),
+    *("msam", "lpf_sgd", "antithetic_rwp"),
+)
+
+
+def named(method: Method | str) -> Method:
+    """A method, also by name with its options, as configuration files and command lines write it.
+
+    Examples:
+        >>> named("m-arwp:ratio=0.1,lam=0.3").name
+        'm_arwp'
+    """
+    if not isinstance(method, str):
+        return method
+    name, _, options = method.partition(":")
+    name = name.strip().lower().replace("-", "_")
+    if name not in NAMES:
+        raise ValueError(f"There is no method {name!r}. Known are {', '.join(NAMES)}.")
+    values: dict[str, Any] = {}
+    for pair in filter(None, options.split(",")):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        try:
+            values[key] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(
+                f"Write the options of a method as name=value, as in arwp:ratio=0.1; got {pair!r}."
+            ) from None
+    made: Method = getattr(methods, name)(**values)
+    return made
 
 
 def check_arguments(method: object, options: dict[str, Any]) -> None:
@@ -42,3 +77,14 @@ def fill_in_length(method: Method, steps: float, ask: str) -> Method:
             f"(got {steps}). Set it, or give the schedule its steps: cosine_increase(0, 0.01, 1000)."
         )
     return method.with_steps(int(steps))
+
+
+def check_accumulation(perturber: Perturber, steps: int, setting: str) -> None:
+    """Refuse, before the first step, an accumulation that never gives a step all its passes."""
+    method = perturber.method
+    passes = len(method.passes)
+    if perturber.ranks.index is None and not method.repeats_batch and steps % passes:
+        raise RuntimeError(
+            f"{method.name}() runs {passes} passes over consecutive micro-batches of one optimizer "
+            f"step, but there are {steps}. Set {setting.format(passes)} (or a multiple of {passes})."
+        )

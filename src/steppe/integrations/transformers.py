@@ -1,8 +1,9 @@
 """Hugging Face Transformers: `Trainer(callbacks=[Perturb(steppe.arwp())])`.
 
 The callback serves every method whose passes an unchanged loop can run. Those that need a batch
-twice (SAM), and models that Trainer wraps (several processes, `torch_compile`), take
-`PerturbTrainer` in place of `Trainer`, since a callback sees neither batches nor the wrapper.
+twice (SAM), losses that run the model again inside their backward (gradient caching), and models
+that Trainer wraps (several processes, `torch_compile`), take `PerturbTrainer` in place of `Trainer`,
+since a callback sees neither batches nor the wrapper.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ from __future__ import annotations
 import base64
 import io
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steppe.attaching import attach
-from steppe.integrations.loops import check_arguments, fill_in_length
+from steppe.attach import attach
+from steppe.integrations.loops import (
+    check_accumulation,
+    check_arguments,
+    fill_in_length,
+    named,
+)
 from steppe.methods import Method
 from steppe.perturber import Perturber
+from steppe.training import Loop
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -31,25 +40,36 @@ except ImportError as error:
     ) from error
 
 
+RESTORED = "the method of a checkpoint"
+"""What a checkpoint says in a method's place: Trainer must not make a callback from it."""
+
+LOOP = Loop(
+    accumulate="Set TrainingArguments(gradient_accumulation_steps={n}), or a multiple of it",
+    hold="steppe.integrations.transformers.PerturbTrainer in place of Trainer does",
+    repeat="steppe.integrations.transformers.PerturbTrainer in place of Trainer",
+)
+
+
 class Perturb(TrainerCallback, ExportableState):
     """Train with a method of steppe's in a Transformers Trainer.
 
     Args:
-        method: `steppe.arwp()`, `steppe.m_arwp(ratio=0.3)`, … A schedule without a length
-            (`cosine_increase(0, 0.01)`) gets the Trainer's `max_steps`.
+        method: `steppe.arwp()`, `steppe.m_arwp(ratio=0.3)`, … or by name, as configuration files
+            write it: "arwp:ratio=0.1". A schedule without a length (`cosine_increase(0, 0.01)`) gets
+            the Trainer's `max_steps`.
         options: of `steppe.attach`: seed, exclude, on_incomplete, passes_over, noise, ascent.
 
     `perturber` is the perturber at work; its state is saved in `trainer_state.json`.
     """
 
-    def __init__(self, method: Method, **options: Any) -> None:
-        if isinstance(method, str):
+    def __init__(self, method: Method | str, **options: Any) -> None:
+        if method == RESTORED:
             raise ValueError(
                 "restore_callback_states_from_checkpoint=True makes callbacks anew from JSON, which "
                 "cannot hold a method. Leave it False: Perturb() finds its state by itself."
             )
-        check_arguments(method, options)
-        self.method, self.options = method, options
+        self.method, self.options = named(method), options
+        check_arguments(self.method, options)
         self.perturber: Perturber | None = None
         self.trainer: PassesMixin | None = None
         """Set by `PerturbTrainer`, which knows the model as it is called."""
@@ -62,7 +82,10 @@ class Perturb(TrainerCallback, ExportableState):
         model = kwargs["model"] if self.trainer is None else self.trainer.model_wrapped
         ask = "TrainingArguments(num_train_epochs=..., max_steps=...)"
         method = fill_in_length(self.method, state.max_steps, ask)
-        self.perturber = attach(model, kwargs["optimizer"], method, **self.options)
+        self.perturber = attach(model, kwargs["optimizer"], method, loop=LOOP, **self.options)
+        accumulated = args.gradient_accumulation_steps
+        setting = "TrainingArguments(gradient_accumulation_steps={})"
+        check_accumulation(self.perturber, accumulated, setting)
         name = type(self).__name__
         if state.global_step:
             self._resume(state.global_step, state.stateful_callbacks.get(name))
@@ -103,7 +126,7 @@ class Perturb(TrainerCallback, ExportableState):
         if self.perturber is None:
             return {}
         packed = pack(self.perturber.state_dict())
-        return {"args": {"method": self.method.name}, "attributes": {"packed": packed}}
+        return {"args": {"method": RESTORED}, "attributes": {"packed": packed}}
 
 
 class PassesMixin:
@@ -118,22 +141,36 @@ class PassesMixin:
                 callback.trainer = self
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
+    _true_loss: Tensor | None = None
+    """Of the last pass at the true weights: what is logged compares with a run without steppe."""
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """All passes of a method over one micro-batch, where it needs the batch more than once."""
+        """All passes over one micro-batch where a method needs the batch more than once, otherwise
+        the one whose turn it is, held open over all that the step does."""
         step = super().training_step  # type: ignore[misc]
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Perturb) and callback.method.repeats_batch:
+            if isinstance(callback, Perturb):
                 assert callback.perturber is not None
-                losses = []
-                for run in callback.perturber.passes():
-                    with run:
-                        losses.append(run.weight * step(*args, **kwargs))
-                return torch.stack(losses).sum()
+                return self._passes(callback.perturber, partial(step, *args, **kwargs))
         return step(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _passes(self, perturber: Perturber, step: Callable[[], Tensor]) -> Tensor:
+        once = not perturber.method.repeats_batch
+        total: Tensor | None = None
+        for run in (perturber.next_pass(),) if once else perturber.passes():
+            with run:
+                loss = step()
+            if not run.perturbed:
+                self._true_loss = loss
+            part = loss if once else run.weight * loss
+            total = part if total is None else total + part
+        assert total is not None
+        return total if self._true_loss is None else self._true_loss
 
 
 class PerturbTrainer(PassesMixin, Trainer):
-    """`transformers.Trainer` for `Perturb` callbacks: also SAM, several processes, torch_compile."""
+    """`transformers.Trainer` for `Perturb` callbacks: also SAM, losses with gradient caching, several
+    processes and torch_compile."""
 
 
 def pack(state: dict[str, Any]) -> str:

@@ -74,11 +74,10 @@ class Trainer:
 
     def _share_of_work(self) -> tuple[range, Part]:
         """The streams that this rank reads, and which part of their batches."""
-        ranks = self.perturber._engine.ledger.ranks
+        ranks = self.perturber.ranks
         if ranks.index is None:
             return range(self.method.batches_needed), Part(self.world.rank, self.world.size)
-        columns = ranks.size // ranks.passes
-        return range(ranks.index, ranks.index + 1), Part(ranks.rank % columns, columns)
+        return range(ranks.index, ranks.index + 1), Part(ranks.rank % ranks.columns, ranks.columns)
 
     @property
     def epoch(self) -> int:

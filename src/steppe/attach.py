@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from steppe.engine import Engine
-from steppe.hooks import Hooks, is_attached
-from steppe.ledger import Ledger
+from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
+from steppe.hooks import Hooks, attached
 from steppe.methods import Method
-from steppe.parallel import AscentOf, Noise, PassesOver, Statistics, find_ranks
 from steppe.perturber import Perturber
 from steppe.shards import Shards
+from steppe.training import Loop, MicrobatchLoss, OnIncomplete, Training
 from steppe.weights import Weights
-
-MicrobatchLoss = Literal["mean", "sum"]
-OnIncomplete = Literal["warn", "raise"]
 
 
 def attach(
@@ -38,6 +36,7 @@ def attach(
     noise: Noise | None = None,
     ascent: AscentOf | None = None,
     compile_noise: bool = False,
+    loop: Loop | None = None,
 ) -> Perturber:
     """Train `model` with `method` from now on; the loop stays as it is.
 
@@ -52,8 +51,9 @@ def attach(
         microbatch_loss: "mean" if the loop divides each micro-batch's loss by their number, which
             is usual; "sum" if it does not.
         scaler: the `GradScaler`, if there is one (needed by m_arwp and by `perturber.backward`).
-        on_incomplete: what to do about a step, after the first, whose number of micro-batches the
-            passes do not divide: "warn" weighs what ran to one, "raise" refuses.
+        on_incomplete: what to do about a step whose number of micro-batches the passes do not
+            divide: "warn" weighs what ran to one (and raises where no step is ever complete), "raise"
+            refuses.
         passes_over: how several passes run: "ranks" (at once, a group of ranks each; the default
             under DDP or on a mesh) or "microbatches" (in turn; the default in one process).
         noise: "rank" (each replica draws its own eps, the default) or "shared" (one eps for all).
@@ -61,6 +61,11 @@ def attach(
             the default) or "global" (by the averaged one).
         compile_noise: draw the noise of large models in a kernel made by `torch.compile`, which is
             faster and, for the same seed, another noise. Not for sharded parameters.
+        loop: for integrations: how a framework's loop differs from a plain one, and what errors
+            should tell its users (`steppe.training.Loop`).
+
+    Two perturbers with one seed draw the same noise for parameters of the same place and shape: give
+    two models that should differ (the parts of a GAN, an ensemble) different seeds.
 
     Examples:
         >>> from steppe import rwp
@@ -75,7 +80,7 @@ def attach(
     optimizer, scaler = unwrap(optimizer, scaler)
     _check_kinds(model, optimizer, method, seed, scaler)
     _check_options(microbatch_loss, on_incomplete, passes_over, noise, ascent)
-    if is_attached(model):
+    if any(attached(model)):
         raise RuntimeError(
             "This model (or a part of it) is attached already. Call detach() on its perturber first."
         )
@@ -92,33 +97,44 @@ def attach(
     weights = Weights(choice.perturbed, Shards(model), compile_noise)
     if compile_noise:
         _check_compiles(weights)
-    ledger = Ledger(
+    training = Training(
+        model,
         method,
-        weights,
         optimizer,
+        weights,
+        ranks,
+        seed=int(seed),
         microbatch_loss=microbatch_loss,
         on_incomplete=on_incomplete,
         scaler=scaler,
-        ranks=ranks,
-        statistics=Statistics(model, method, ranks),
+        loop=loop or Loop(),
     )
     ranks.narrow_sync_batchnorm(model)
-    engine = Engine(model, method, weights, ledger, seed)
-    return Perturber(engine, Hooks(engine), choice.skipped)
+    return Perturber(training, Hooks(training), choice.skipped)
 
 
 def unwrap(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """The optimizer that takes the steps, and its scaler, where a framework wraps the two.
+    """The optimizer that takes the steps, and its scaler, where something wraps the two.
 
-    Accelerate's and Lightning's wrappers are optimizers by name only: hooks belong on the real one.
+    Accelerate's and Lightning's wrappers, and many that bring a base optimizer, are optimizers by
+    name only: hooks belong on the one whose step updates the weights.
     """
-    inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups:
+    while (inner := _inner(optimizer)) is not None:
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
+        optimizer = inner
     return optimizer, scaler
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
+    for name in ("optimizer", "base_optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer) and (
+            inner.param_groups is optimizer.param_groups
+        ):
+            return inner
+    return None
 
 
 @dataclass(frozen=True)
@@ -136,26 +152,38 @@ def choose(
     names = parameter_names(model)
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    if strangers := [p for p in groups if p not in names]:
+    strangers = [p for p in groups if p not in names]
+    if groups and len(strangers) == len(groups):
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
         raise ValueError(
-            f"{len(strangers)} of the optimizer's parameters (shapes {shapes}) are not the model's. "
+            f"The optimizer's {len(strangers)} parameters (shapes {shapes}) are not the model's. "
             "Attach the model whose parameters the optimizer was made from."
         )
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
             warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=3)
+    renormed = _renormed(model)
     perturbed, skipped = [], {}
     for param, known in names.items():
         group = groups.get(param)
         reason = _reason_to_skip(param, known, group, patterns)
+        if reason is None and param in renormed:
+            reason = "rows are written in its forward (max_norm)"
         if reason is None and group is not None:
             perturbed.append((known[0], param, group))
         else:
             skipped[known[0]] = reason or ""
+    for number, param in enumerate(strangers):
+        skipped[f"parameter {number} {tuple(param.shape)} of the optimizer"] = "not the model's"
     order = {param: number for number, param in enumerate(groups)}
     perturbed.sort(key=lambda entry: order[entry[1]])
     return Choice(perturbed, skipped)
+
+
+def _renormed(model: nn.Module) -> set[nn.Parameter]:
+    """Embeddings that shorten their rows in place during forward."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {m.weight for m in model.modules() if isinstance(m, kinds) and m.max_norm is not None}
 
 
 def _reason_to_skip(
@@ -176,18 +204,26 @@ def _reason_to_skip(
             f"exclude=({names[0]!r},)."
         )
     strength = group.get("strength", 1.0)
-    if not isinstance(strength, int | float) or not 0 <= strength < float("inf"):
+    if not isinstance(strength, numbers.Real) or not 0 <= strength < float("inf"):
         raise ValueError(f"strength of a parameter group must be at least 0, got {strength!r}.")
     return None
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """All names of each parameter (tied ones have several), without what wrappers add."""
+    wrappers = [
+        f"{name}.module.".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) or getattr(module, "only_wraps", False)
+    ]
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
+        for wrapper in reversed(wrappers):  # inner ones first
+            if name.startswith(wrapper):
+                name = wrapper.removesuffix("module.") + name.removeprefix(wrapper)
         for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
             name = name.replace(wrapper, "")
-        names.setdefault(param, []).append(name.removeprefix("module."))
+        names.setdefault(param, []).append(name)
     return names
 
 
@@ -211,7 +247,7 @@ def _check_kinds(
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
-    if not isinstance(seed, int):
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise TypeError(f"seed must be an int, got {seed!r}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")

@@ -1,6 +1,6 @@
-"""Parallel: where this process stands among others, and what they tell each other.
+"""Several processes: where this one stands among others, and what they tell each other.
 
-The passes of a method that do not need each other are laid over the ranks: rows are passes, columns
+The passes of a method that do not need each other run on different ranks: rows are passes, columns
 are data. Gradients are averaged by DDP or FSDP2 itself; a rank's gradient is multiplied by
 `passes * weight`, so that the average over all ranks is exactly the weighted sum. What is left to
 exchange is small: the norms that ARWP learns from, and BatchNorm's statistics.
@@ -27,7 +27,7 @@ Noise = Literal["rank", "shared"]
 AscentOf = Literal["rank", "global"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Ranks:
     """This process among the replicas that share each step. By default it is alone."""
 
@@ -37,21 +37,31 @@ class Ranks:
     size: int = 1
     """The number of replicas whose gradients are averaged, and which of them this is."""
     passes: int = 1
-    """How many passes are dealt over the ranks; 1: every rank runs all passes."""
+    """How many passes run at once on different ranks; 1: every rank runs all passes."""
     noise: Noise = "rank"
     ddp: DistributedDataParallel | None = None
     ascent: AscentOf = "rank"
     _old_groups: list[tuple[nn.SyncBatchNorm, Any]] = field(default_factory=list)
 
     @property
+    def averages(self) -> bool:
+        """Whether something averages gradients over ranks while backward runs."""
+        return self.size > 1 or bool(self.groups)
+
+    @property
+    def columns(self) -> int:
+        """How many replicas share the data of one pass."""
+        return self.size // self.passes
+
+    @property
     def index(self) -> int | None:
-        """The one pass that this rank runs, if passes are laid over ranks. Rank 0 runs the first."""
+        """The one pass that this rank runs, if passes run on different ranks. Rank 0: the first."""
         return self.rank * self.passes // self.size if self.passes > 1 else None
 
     @property
     def replica(self) -> int:
         """Ranks with different replicas draw different noise."""
-        return 0 if self.noise == "shared" else self.rank % (self.size // self.passes)
+        return 0 if self.noise == "shared" else self.rank % self.columns
 
     def scouting(self) -> AbstractContextManager[Any]:
         """Around SAM's first pass: without communication, if each rank climbs by itself."""
@@ -74,18 +84,19 @@ class Ranks:
         layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
         if not layers or self.index is None or self.ddp is None:
             return
-        columns = self.size // self.passes
-        mine = range(self.index * columns, (self.index + 1) * columns)
+        mine = range(self.index * self.columns, (self.index + 1) * self.columns)
         ranks = [dist.get_global_rank(self.groups[0], r) for r in mine]
         group = dist.new_group(ranks, use_local_synchronization=True)
         for layer in layers:
             self._old_groups.append((layer, layer.process_group))
             layer.process_group = group
 
-    def widen_sync_batchnorm(self) -> None:
+    def let_go(self) -> None:
+        """Give SyncBatchNorm its groups back and forget the model."""
         while self._old_groups:
             layer, group = self._old_groups.pop()
             layer.process_group = group
+        self.ddp = None
 
 
 def find_ranks(
@@ -96,7 +107,7 @@ def find_ranks(
     noise: Noise | None = None,
     ascent: AscentOf | None = None,
 ) -> Ranks:
-    """Look at how the model is wrapped, and lay the passes accordingly or say why not."""
+    """Look at how the model is wrapped, and place the passes accordingly or say why not."""
     if not (dist.is_available() and dist.is_initialized()):
         if passes_over == "ranks":
             raise RuntimeError(
@@ -158,7 +169,7 @@ def _over_mesh(
     if not replicated:
         if several:
             raise RuntimeError(
-                f"{method.name}() lays its {len(method.passes)} passes over replicas, and a 1-D FSDP "
+                f"{method.name}() runs its {len(method.passes)} passes on different replicas, and a 1-D FSDP "
                 "mesh has only one. Shard over a 2-D mesh, init_device_mesh(device, (2, shards), "
                 'mesh_dim_names=("replicate", "shard")), or use a method of one pass (arwp, rwp).'
             )
@@ -171,7 +182,7 @@ def _over_mesh(
     size, rank = mesh.size(replicated[0]), mesh.get_local_rank(replicated[0])
     if several and passes_over == "microbatches":
         raise RuntimeError(
-            f'{method.name}() on a mesh lays its passes over the replicas; passes_over="microbatches" '
+            f'{method.name}() on a mesh runs its passes on different replicas; passes_over="microbatches" '
             "is not supported there."
         )
     passes = _passes_over_ranks(method, size, passes_over)
@@ -202,7 +213,7 @@ def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None
     if size % count:
         works = ", ".join(str(count * k) for k in range(1, 4))
         raise RuntimeError(
-            f"{method.name}() lays {count} passes over the ranks, which {size} cannot be divided "
+            f"{method.name}() runs {count} passes on different ranks, which {size} cannot be divided "
             f'into; {works}, … ranks work. Or choose passes_over="microbatches".'
         )
     return count
@@ -219,8 +230,7 @@ class Statistics:
         layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         self.buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
         self._mine = method.passes[ranks.index].perturbation is None
-        columns = ranks.size // ranks.passes
-        self._clean_ranks = columns * sum(p.perturbation is None for p in method.passes)
+        self._clean_ranks = ranks.columns * sum(p.perturbation is None for p in method.passes)
 
     def pack(self, like: Tensor) -> Tensor:
         if not self.buffers:

@@ -1,0 +1,360 @@
+"""A method at work on a model: what stays from step to step, and who may move the weights when."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from steppe.batchnorm import FrozenStatistics
+from steppe.distributed import Ranks
+from steppe.history import History
+from steppe.methods import Method
+from steppe.noise import Draw
+from steppe.slots import is_sharded
+from steppe.step import Running, Step
+from steppe.weights import Weights
+
+MicrobatchLoss = Literal["mean", "sum"]
+OnIncomplete = Literal["warn", "raise"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Whose loop trains: what a closure is there, and how errors tell its user what to change."""
+
+    accumulate: str = (
+        "Accumulate gradients over a multiple of {n} micro-batches and step when they are complete "
+        "((step + 1) % {n} == 0)"
+    )
+    hold: str = "for run in perturber.passes(): with run: …"
+    repeat: str = "perturber.backward(lambda: loss_fn(model(x), y)) in place of loss.backward()"
+    closure: Literal["loss", "loop"] = "loss"
+    """A closure given to `optimizer.step`: the loss for all passes, or a piece of an unchanged loop
+    whose passes the hooks run (Lightning's is)."""
+
+
+class Training:
+    """One method on one model: at most one pass under way at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        optimizer: torch.optim.Optimizer,
+        weights: Weights,
+        ranks: Ranks,
+        *,
+        seed: int,
+        microbatch_loss: MicrobatchLoss,
+        on_incomplete: OnIncomplete,
+        scaler: torch.amp.GradScaler | None,
+        loop: Loop,
+    ) -> None:
+        self.model, self.method, self.optimizer = model, method, optimizer
+        self.weights, self.ranks, self.loop, self.scaler = weights, ranks, loop, scaler
+        self.microbatch_loss, self.on_incomplete = microbatch_loss, on_incomplete
+        self.seed = seed
+        self.number = 0
+        """Optimizer steps taken since training began."""
+        self.incomplete = 0
+        self.signs: list[tuple[int, int, bool]] = []
+        """Of the first steps: step, pass, and the sign that all gradients of its output had."""
+        self.several = len(method.passes) > 1
+        self.history = History(self)
+        self.step = Step(self)
+        self.stepping = 0
+        """How deep in the optimizer's step: a subclass may call `super().step()`."""
+        self.in_closure = self.probing = False
+        self.holding: Running | None = None
+        """The pass that the user holds open (`with run:`), also after its weights were put back."""
+        self._numbers = {slot.param: number for number, slot in enumerate(weights.slots)}
+        self._model_leaves = [p for p in model.parameters() if not is_sharded(p)]
+        self._leaves: dict[nn.Parameter, None] = {}
+        self._leaves_key: tuple[int, ...] = ()
+        self._handles: dict[nn.Parameter, Any] = {}
+        self._params = self._optimizer_params()
+        self._count = len(self._params)
+        self._met = False
+        self._marks: tuple[int, ...] | None = None
+        self._unaccounted = 0
+        self._passed = False
+        """Whether a pass ran since the last step of the optimizer."""
+
+    @property
+    def running(self) -> Running | None:
+        return self.step.running
+
+    def new_step(self) -> None:
+        self.step = Step(self)
+
+    def new_step_if_abandoned(self) -> None:
+        if self.step.settled or self.step.abandoned():
+            self.new_step()
+
+    def next_pass(self) -> tuple[int, float]:
+        """The pass whose turn it is in an unchanged loop, and the factor of its gradients."""
+        passes, index = self.method.passes, self.ranks.index
+        losses = len(passes)
+        if index is None:
+            index = len(self.step.done) % len(passes)
+            losses = losses if self.microbatch_loss == "mean" else 1
+        return index, passes[index].weight * losses
+
+    # ------------------------------------------------------------------ the leaves
+
+    @property
+    def leaves(self) -> dict[nn.Parameter, None]:
+        """Every parameter whose gradients are weighed: the model's and the optimizer's."""
+        groups = self.optimizer.param_groups
+        key = (len(self._handles), *(len(group["params"]) for group in groups))
+        if key != self._leaves_key:
+            theirs = (p for group in groups for p in group["params"] if not is_sharded(p))
+            self._leaves = dict.fromkeys((*self._model_leaves, *theirs, *self._handles))
+            self._leaves_key = key
+        return self._leaves
+
+    def _optimizer_params(self) -> set[nn.Parameter]:
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def added(self) -> list[str]:
+        """Parameters that came to the optimizer after `attach`: trained, but not perturbed."""
+        new = self._optimizer_params() - self._params
+        names = {param: name for name, param in self.model.named_parameters()}
+        return [names.get(param, f"a parameter {tuple(param.shape)}") for param in new]
+
+    def watch_leaves(self) -> None:
+        """A hook on each leaf weighs the gradient of a pass before it accumulates.
+
+        Registered as parameters come to require gradients: a frozen one refuses a hook.
+        """
+        for param in self.leaves:
+            self.watch(param, self._numbers.get(param))
+
+    def watch(self, param: nn.Parameter, number: int | None) -> None:
+        """Weigh what arrives at this leaf (of a sharded parameter: at the gathered one)."""
+        if param.requires_grad and param not in self._handles:
+            self._handles[param] = param.register_hook(partial(self._arrive, number, param))
+
+    def _arrive(self, number: int | None, param: nn.Parameter, grad: Tensor) -> Tensor | None:
+        return self.step.arrive(number, param, grad)
+
+    def meet_optimizers(self) -> None:
+        """Watch the parameters of other optimizers: what no optimizer holds needs no weighing.
+
+        torch keeps no list of optimizers, so they are looked for, once, among all objects.
+        """
+        if not self._met:
+            self._met = True
+            kinds = _kinds(torch.optim.Optimizer)
+            for found in gc.get_referrers(*kinds):
+                if isinstance(found, torch.optim.Optimizer) and hasattr(found, "param_groups"):
+                    for param in (p for group in found.param_groups for p in group["params"]):
+                        if not is_sharded(param):
+                            self.watch(param, self._numbers.get(param))
+
+    def meet(self, loss: Tensor) -> None:
+        """Watch the leaves of this graph that nobody named (a criterion's weights)."""
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and not is_sharded(leaf):
+                self.watch(leaf, self._numbers.get(leaf))
+            todo += [following for following, _ in node.next_functions]
+
+    def set_gradients_aside(self) -> dict[nn.Parameter, Tensor | None]:
+        """Take all gradients away, safe from DDP, which reuses the memory of its bucket views."""
+        views = self.ranks.ddp is not None and self.ranks.ddp.gradient_as_bucket_view
+        aside = {}
+        for leaf in (*self.leaves, *(s.param for s in self.weights.slots if is_sharded(s.param))):
+            aside[leaf] = leaf.grad.clone() if views and leaf.grad is not None else leaf.grad
+            leaf.grad = None
+        return aside
+
+    # ------------------------------------------------------------------ moving the weights
+
+    def begin(
+        self, index: int, factor: float = 1.0, *, share: float = 1.0, held: str = ""
+    ) -> Running:
+        """Put the eps of a pass into the weights and weigh its gradients by `factor`."""
+        self.restore()
+        if self.stepping and not self.in_closure:  # the optimizer's step raised
+            self.stepping = 0
+            self.new_step()
+        self._check_accounted()
+        self.weights.check_same()
+        running = Running(index, factor, share, held)
+        self.step.running = running
+        try:
+            if self.method.passes[index].perturbation is not None:
+                if self.method.has_clean_pass:
+                    running.frozen = FrozenStatistics(self.model)
+                self.move(index, self._draw(index))
+            self.step.open(running)
+        except BaseException:
+            self.restore()
+            raise
+        return running
+
+    def _draw(self, index: int) -> Draw:
+        planned = self.method.passes[index]
+        stream = index if planned.stream is None else planned.stream
+        if planned.fresh:
+            stream += len(self.method.passes) * self.step.done.count(index)
+        return Draw(self.seed, self.number, stream, self.ranks.replica, planned.sign)
+
+    def move(self, index: int, draw: Draw) -> None:
+        """Back the weights up and add the eps of a pass. Strength zero leaves them untouched."""
+        gradient, self.step.gradient = self.step.gradient, []
+        noise = self.method.passes[index].perturbation
+        if noise is None or noise.strength(draw.step) == 0:
+            return
+        self.weights.save()
+        with torch.no_grad():
+            noise.move(self.weights, self.history.states[noise], draw, gradient)
+        self.weights.moved_on()
+        torch.clear_autocast_cache()
+
+    def restore(self, *, quiet: bool = False) -> None:
+        """True weights, bit for bit, and statistics that follow again. Safe at any time."""
+        running = self.running
+        self.step.close(count=False)
+        if running is not None and running.frozen is not None:
+            running.frozen.thaw()
+        if self.weights.moved:
+            try:
+                self.weights.restore(quiet=quiet)
+            finally:
+                torch.clear_autocast_cache()
+                self._marks = self.weights.marks()
+
+    def finish(self, running: Running) -> None:
+        """The backward of a pass is over: put the weights back and count it."""
+        if self.running is running:
+            frozen, running.frozen = running.frozen, None
+            try:
+                self.step.close(count=True)
+            finally:
+                if frozen is not None:
+                    frozen.thaw()
+                self.restore()
+            self._marks, self._passed = self.weights.marks(), True
+
+    def _check_accounted(self) -> None:
+        """Notice weights that move without a step of the attached optimizer."""
+        marks = self.weights.marks()
+        if self._passed and self._marks is not None and marks != self._marks:
+            self._unaccounted += 1
+            if self._unaccounted > 1:
+                raise RuntimeError(
+                    "The weights were updated twice without a step of the attached "
+                    f"{type(self.optimizer).__name__}, so every pass would draw the same noise. "
+                    "Attach the optimizer whose step() updates the weights, and update them by "
+                    "optimizer.step() alone."
+                )
+        self._marks = marks
+
+    def forget_marks(self) -> None:
+        """Somebody writes the weights who may (`load_state_dict`, the optimizer)."""
+        self._marks = None
+
+    @contextmanager
+    def probe(self, index: int | None, draw: Draw) -> Iterator[None]:
+        """The weights of a pass (None: the true ones) for a look, without a trace in the run."""
+        self.restore()
+        self.probing = True
+        frozen = FrozenStatistics(self.model)
+        try:
+            if index is not None:
+                self.move(index, draw)
+            yield
+        finally:
+            self.restore()
+            frozen.thaw()
+            self.probing = False
+
+    # ------------------------------------------------------------------ the optimizer's step
+
+    def notice_added(self) -> None:
+        """Warn once of parameters that came to the optimizer after `attach`."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count > self._count:
+            warnings.warn(
+                f"{count - self._count} parameters were added to the optimizer after attach(): they "
+                "are trained, but not perturbed. To perturb them too, detach() and attach() again.",
+                stacklevel=2,
+            )
+        self._count = count
+
+    def stands_still(self) -> bool:
+        """Whether all learning rates are 0. A step without a pass is no training step then:
+        torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
+        return all(float(group.get("lr", 1.0)) == 0 for group in self.optimizer.param_groups)
+
+    @contextmanager
+    def closure(self) -> Iterator[None]:
+        """Around a closure that the optimizer calls: passes within its step are its own."""
+        self.in_closure = True
+        try:
+            yield
+        except BaseException:
+            self.stepping = 0
+            self.new_step()
+            raise
+        finally:
+            self.in_closure = False
+
+    def step_taken(self) -> None:
+        if not self.step.idle:
+            self.number += 1
+            self._unaccounted, self._passed = 0, False
+        self.forget_marks()
+        self.new_step()
+
+    def loss_scale(self) -> Tensor | float:
+        if self.scaler is None or not self.scaler.is_enabled():
+            return 1.0
+        one = torch.ones((), device=self.weights.device)
+        return self.scaler.scale(one).to(self.weights.dtype)
+
+    def check_scaler(self) -> None:
+        """A scaler nobody announced is about to step: refuse what it would make wrong."""
+        if self.scaler is not None:
+            return
+        reads = self.several and any(n.learns_from == "pass" for n in self.history.states)
+        if self.step.loss_unscaled or reads:
+            problem = (
+                "perturber.backward() did not multiply the loss by its scale"
+                if self.step.loss_unscaled
+                else f"{self.method.name}() reads gradients inside backward, where they are "
+                "multiplied by its scale"
+            )
+            raise RuntimeError(
+                f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: "
+                "attach(..., scaler=scaler)."
+            )
+
+    def let_go(self) -> None:
+        """Forget the model: a perturber that is kept must not keep a DDP object alive."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.ranks.let_go()
+        self.weights.free()
+        self.model = nn.Module()
+        self._model_leaves = []
+
+
+def _kinds(kind: type) -> set[type]:
+    return {kind}.union(*(_kinds(each) for each in kind.__subclasses__()))

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
@@ -180,7 +180,7 @@ def choose(
     return Choice(perturbed, skipped)
 
 
-def _renormed(model: nn.Module) -> set[nn.Parameter]:
+def _renormed(model: nn.Module) -> set[Tensor]:
     """Embeddings that shorten their rows in place during forward."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {m.weight for m in model.modules() if isinstance(m, kinds) and m.max_norm is not None}
@@ -204,7 +204,7 @@ def _reason_to_skip(
             f"exclude=({names[0]!r},)."
         )
     strength = group.get("strength", 1.0)
-    if not isinstance(strength, numbers.Real) or not 0 <= strength < float("inf"):
+    if not isinstance(strength, numbers.Real) or not 0 <= float(strength) < float("inf"):
         raise ValueError(f"strength of a parameter group must be at least 0, got {strength!r}.")
     return None
 
@@ -247,7 +247,7 @@ def _check_kinds(
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
-    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(f"seed must be an int, got {seed!r}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")

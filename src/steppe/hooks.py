@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
-from steppe.closures import LoopClosure, LossClosure
+from steppe.passes import LoopClosure, LossClosure
 from steppe.slots import is_sharded
 from steppe.step import EARLY, Running, put_back
 from steppe.training import Training
@@ -67,7 +67,7 @@ class State:
 
     def __call__(self) -> Any:
         self._hooks.before_look()
-        state = type(self._module).__getstate__(self._module)  # type: ignore[attr-defined]
+        state = type(self._module).__getstate__(self._module)
         if not isinstance(state, dict):
             return state
         state = {k: v for k, v in state.items() if k not in (STATE, *CALLS)}
@@ -118,7 +118,8 @@ class Hooks:
         self._asks = ScalerAsks(getattr(optimizer, ASKS, False))
         vars(optimizer)[ASKS] = self._asks
         self._call = Call(self, model)
-        self._modules = list(model.modules())
+        # a module without weights may be a part of several models
+        self._modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
         gather = training.several and training.weights.shards.several
         for module in self._modules:
             vars(module)[STATE] = State(self, module)
@@ -167,7 +168,7 @@ class Hooks:
             if owner in inside:
                 param = owner._parameters[name]
                 if param is not None and not is_sharded(param):
-                    self._training.watch(param, number)
+                    self._training.leaves.watch(param, number)
 
     # ------------------------------------------------------------------ the model's forward
 
@@ -209,11 +210,7 @@ class Hooks:
                 f"hooks cannot give.\nUse {training.loop.repeat}."
             )
         if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "The attached model is called inside a backward, by a checkpoint around all of it "
-                "(use checkpoint(..., use_reentrant=False)) or by a loss that runs the model again. "
-                f"Hold the pass open over all of it: {training.loop.hold}."
-            )
+            raise RuntimeError(_inside_a_backward(training.loop.hold))
         training.new_step_if_abandoned()
         training.begin(*training.next_pass())
 
@@ -274,7 +271,7 @@ class Hooks:
             training.stepping += 1
             return None
         training.restore()
-        training.notice_added()
+        training.leaves.notice_added()
         if scaled:
             training.check_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -296,6 +293,20 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _inside_a_backward(hold: str) -> str:
+    node = torch._C._current_autograd_node()
+    if node is not None and "Checkpoint" in node.name():
+        return (
+            "The attached model is called inside a backward: a reentrant checkpoint around the whole "
+            "model runs its first forward without gradients, at other weights than the second. Use "
+            "checkpoint(..., use_reentrant=False)."
+        )
+    return (
+        "The attached model is called inside a backward, by a loss that runs it again with gradients "
+        f"(gradient caching does). Hold the pass open over all of it: {hold}."
+    )
 
 
 class EndOfBackward:

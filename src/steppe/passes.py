@@ -8,7 +8,8 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from steppe.methods import Method
@@ -42,7 +43,7 @@ class Run:
         self._weighs_loss = weighs_loss
         self._share = factor if weighs_loss and factor and not self._scouts else 1.0
         self._running: Running | None = None
-        self._aside: dict[nn.Parameter, Tensor | None] = {}
+        self._aside: dict[Tensor, Tensor | None] = {}
         self._quiet = ExitStack()
 
     def __repr__(self) -> str:
@@ -62,7 +63,7 @@ class Run:
         factor = 1.0 if self._scouts else self._factor / self._share
         if self._scouts:
             if not self._weighs_loss:
-                training.meet_optimizers()
+                training.leaves.meet_optimizers()
             self._aside = training.set_gradients_aside()
             self._quiet.enter_context(training.ranks.scouting())
         try:
@@ -83,7 +84,7 @@ class Run:
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
         by_leaves = self._scouts or (self._running is not None and self._running.factor != 1)
         if by_leaves and training.number < EARLY:
-            training.meet(loss)
+            training.leaves.meet_graph(loss)
             if self._scouts:
                 self._aside = {**training.set_gradients_aside(), **self._aside}
         training.step.loss_unscaled |= training.scaler is None
@@ -261,3 +262,77 @@ def _together(parts: Sequence[Any]) -> Any:
 
     parts = [pytree.tree_map(without_graph, part) for part in parts]
     return parts[0] if len(parts) == 1 else parts
+
+
+# ---------------------------------------------------------------------- closures
+
+
+class LossClosure:
+    """Runs all passes over a closure that zeroes gradients and differentiates by itself, once."""
+
+    def __init__(self, training: Training, closure: Closure) -> None:
+        self._training, self._closure, self._used = training, closure, False
+
+    def __call__(self) -> Any:
+        training, method = self._training, self._training.method
+        if self._used:
+            raise RuntimeError(
+                f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
+                "weight perturbation cannot serve."
+            )
+        self._used = True
+        if method.feed != "one" or method.m:
+            batches = "batch1, batch2" if method.feed == "each" else "batch"
+            raise RuntimeError(
+                f"{method.name}() cannot take its batches from a closure. Call "
+                f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
+            )
+        training.new_step()  # passes from before the closure do not count
+        with training.closure():
+            loss = self._run_passes()
+            training.step.settle()
+        return loss
+
+    def _run_passes(self) -> Any:
+        """Gradients of earlier passes are put aside, since the closure zeroes, and added up."""
+        training = self._training
+        total: Any = None
+        kept: dict[Any, Tensor | None] = {}
+        for index, planned in enumerate(training.method.passes):
+            training.set_gradients_aside()
+            with Run(training, index, planned.weight), torch.enable_grad():
+                loss = self._closure()
+            for param, grad in training.set_gradients_aside().items():
+                kept[param] = _sum(kept.get(param), grad)
+            if planned.weight:
+                if all(grad is None for grad in kept.values()):
+                    raise RuntimeError(
+                        "The closure given to optimizer.step() ran no backward, and gradients from "
+                        "before it do not count. Let it call loss.backward(), or step without one."
+                    )
+                total = _sum(total, None if loss is None else planned.weight * loss)
+        for param, grad in kept.items():
+            param.grad = grad
+        return total
+
+
+class LoopClosure:
+    """A closure whose passes the hooks run; afterwards the step is settled."""
+
+    def __init__(self, training: Training, closure: Closure) -> None:
+        self._training, self._closure = training, closure
+
+    def __call__(self) -> Any:
+        with self._training.closure():
+            loss = self._closure()
+            step = self._training.step
+            step.idle = loss is None and not step.done
+            if not step.idle:  # a closure that ran no pass and gives no loss skips its step
+                step.settle()
+        return loss
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

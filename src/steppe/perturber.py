@@ -240,7 +240,7 @@ class Perturber:
             )
         lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in weights.active]
         left_out = self._skipped | {s.name: "frozen" for s in weights.slots if not s.active}
-        for name in self._training.added():
+        for name in self._training.leaves.added():
             left_out[name] = "added to the optimizer after attach()"
         lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)

@@ -111,7 +111,7 @@ def check_strength(name: str, value: object) -> None:
     """Raise unless `value` is a schedule or a finite number of at least zero."""
     if callable(value):
         return
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number or a schedule, got {value!r}.")
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")

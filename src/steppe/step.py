@@ -1,4 +1,4 @@
-"""One optimizer step: which passes ran, how their gradients are weighed, and what they noted.
+"""One optimizer step: which passes ran, how their gradients are weighed, what is learnt from them.
 
 A `Step` is made new for each step of the optimizer and is the only thing that knows about it:
 
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from steppe.batchnorm import FrozenStatistics
-from steppe.perturbations import Gradients, Perturbation
+from steppe.distributed import Statistics
+from steppe.perturbations import Gradients, Perturbation, State
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -78,8 +79,8 @@ class Step:
         training = self._training
         if training.several:
             if running.factor != 1:
-                training.meet_optimizers()
-            training.watch_leaves()
+                training.leaves.meet_optimizers()
+            training.leaves.watch_all()
 
     def backward_begins(self, running: Running) -> None:
         """The first gradient of a pass is there. Called once a pass, before anything accumulates."""
@@ -88,7 +89,7 @@ class Step:
             # the gradients of the passes before were thrown away between forward and backward
             self.done, self.notes = [], {}
 
-    def arrive(self, number: int | None, param: nn.Parameter, grad: Tensor) -> Tensor | None:
+    def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
         running = self.running
         if running is None:
@@ -101,7 +102,7 @@ class Step:
             if number in running.own:  # a nested backward: the gradient comes in parts
                 running.own[number] = running.own[number] + grad
             elif number not in running.alone:
-                if factor == 1 and param.grad is None and not self._training.ranks.averages:
+                if factor == 1 and leaf.grad is None and not self._training.ranks.averages:
                     running.alone.add(number)  # to keep `grad` would make autograd copy it
                 else:
                     running.own[number] = grad
@@ -170,8 +171,7 @@ class Step:
     def _marks(self) -> list[tuple[int, int]]:
         if not self._training.several:
             return []
-        grads = (leaf.grad for leaf in self._training.leaves)
-        return [(id(g), g._version) for g in grads if g is not None]
+        return [(id(g), g._version) for g in self._training.leaves.gradients]
 
     def abandoned(self) -> bool:
         """Whether all gradients are None or zero although passes ran: a new step begins.
@@ -181,7 +181,7 @@ class Step:
         """
         if not self.done or not self._training.several:
             return False
-        grads = [leaf.grad for leaf in self._training.leaves if leaf.grad is not None]
+        grads = self._training.leaves.gradients
         untouched = self._marks() == self._seen
         return not grads or (not untouched and not any(bool(g.any()) for g in grads))
 
@@ -230,7 +230,7 @@ class Step:
             share = sum(passes[i].weight for i in self.done) * len(passes) / len(self.done)
         else:
             share = sum(passes[i].weight for i in ran)
-        grads = [leaf.grad for leaf in training.leaves if leaf.grad is not None]
+        grads = training.leaves.gradients
         if share > 0 and grads and not math.isclose(share, 1):
             with torch.no_grad():
                 torch._foreach_mul_(grads, 1 / share)
@@ -252,3 +252,58 @@ def put_back(run: str) -> str:
         f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
         "outside of the pass."
     )
+
+
+class History:
+    """The states of a method's perturbations; equal perturbations of several passes share one."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        noises = [p.perturbation for p in training.method.passes if p.perturbation is not None]
+        self.states: dict[Perturbation, State] = {n: n.init(training.weights) for n in noises}
+        self._statistics = Statistics(training.model, training.method, training.ranks)
+
+    @torch.no_grad()
+    def learn(self, step: Step) -> None:
+        """Learn from the gradients of a step that is about to be taken."""
+        several = self._training.several
+        for noise in self.states:
+            if noise.learns_from == "step" or (noise.learns_from == "pass" and not several):
+                self._learn_as_seen(noise)
+        self._learn_noted(step)
+
+    def _learn_as_seen(self, noise: Perturbation) -> None:
+        """From the gradients as the optimizer sees them; a fused one unscales them by itself."""
+        training = self._training
+        grads = [slot.param.grad if slot.active else None for slot in training.weights.slots]
+        scale = getattr(training.optimizer, "grad_scale", None)
+        scale = 1.0 if scale is None else 1.0 / scale
+        noise.learn(training.weights, self.states[noise], grads, scale)
+
+    def _learn_noted(self, step: Step) -> None:
+        """From the K perturbed passes' own gradients, v <- beta v + mean_k ‖g_k‖², each undone of
+        its loss divisor and loss scale (its weight was undone when it was noted)."""
+        training = self._training
+        several = training.several
+        noises = [n for n in self.states if n.learns_from == "pass" and several]
+        nothing: Gradients = [None] * len(training.weights.slots)
+        notes = [step.notes.get(noise, nothing) for noise in noises]
+        planned = [training.method.passes[i].perturbation for i in step.done]
+        counts: list[Tensor | float] = [planned.count(noise) for noise in noises]
+        if training.ranks.groups and (noises or self._statistics.buffers):
+            notes, counts = self._exchange(notes, counts)
+        for noise, noted, count in zip(noises, notes, counts, strict=True):
+            if isinstance(count, Tensor) or count:
+                scale = step.divisor / count**0.5 / training.loss_scale()
+                noise.learn_noted(training.weights, self.states[noise], noted, scale)
+
+    def _exchange(
+        self, notes: list[Gradients], counts: list[Tensor | float]
+    ) -> tuple[list[Gradients], list[Tensor | float]]:
+        """Tell all ranks, in one small message: squared norms, how many, and BN's statistics."""
+        weights, ranks = self._training.weights, self._training.ranks
+        vectors = [weights.per_filter(noted) for noted in notes]
+        parts = [*vectors, weights.sizes.new_tensor(counts), self._statistics.pack(weights.sizes)]
+        *vectors, total, statistics = ranks.sum(*parts)
+        self._statistics.unpack(statistics)
+        return [weights.per_parameter(vector) for vector in vectors], list(total)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from steppe.batchnorm import FrozenStatistics
 from steppe.distributed import Ranks
-from steppe.history import History
+from steppe.leaves import Leaves
 from steppe.methods import Method
 from steppe.noise import Draw
-from steppe.slots import is_sharded
-from steppe.step import Running, Step
+from steppe.step import History, Running, Step
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]
@@ -75,14 +71,7 @@ class Training:
         self.in_closure = self.probing = False
         self.holding: Running | None = None
         """The pass that the user holds open (`with run:`), also after its weights were put back."""
-        self._numbers = {slot.param: number for number, slot in enumerate(weights.slots)}
-        self._model_leaves = [p for p in model.parameters() if not is_sharded(p)]
-        self._leaves: dict[nn.Parameter, None] = {}
-        self._leaves_key: tuple[int, ...] = ()
-        self._handles: dict[nn.Parameter, Any] = {}
-        self._params = self._optimizer_params()
-        self._count = len(self._params)
-        self._met = False
+        self.leaves = Leaves(model, optimizer, [slot.param for slot in weights.slots], self._arrive)
         self._marks: tuple[int, ...] | None = None
         self._unaccounted = 0
         self._passed = False
@@ -99,6 +88,9 @@ class Training:
         if self.step.settled or self.step.abandoned():
             self.new_step()
 
+    def _arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
+        return self.step.arrive(number, leaf, grad)
+
     def next_pass(self) -> tuple[int, float]:
         """The pass whose turn it is in an unchanged loop, and the factor of its gradients."""
         passes, index = self.method.passes, self.ranks.index
@@ -108,79 +100,10 @@ class Training:
             losses = losses if self.microbatch_loss == "mean" else 1
         return index, passes[index].weight * losses
 
-    # ------------------------------------------------------------------ the leaves
-
-    @property
-    def leaves(self) -> dict[nn.Parameter, None]:
-        """Every parameter whose gradients are weighed: the model's and the optimizer's."""
-        groups = self.optimizer.param_groups
-        key = (len(self._handles), *(len(group["params"]) for group in groups))
-        if key != self._leaves_key:
-            theirs = (p for group in groups for p in group["params"] if not is_sharded(p))
-            self._leaves = dict.fromkeys((*self._model_leaves, *theirs, *self._handles))
-            self._leaves_key = key
-        return self._leaves
-
-    def _optimizer_params(self) -> set[nn.Parameter]:
-        return {p for group in self.optimizer.param_groups for p in group["params"]}
-
-    def added(self) -> list[str]:
-        """Parameters that came to the optimizer after `attach`: trained, but not perturbed."""
-        new = self._optimizer_params() - self._params
-        names = {param: name for name, param in self.model.named_parameters()}
-        return [names.get(param, f"a parameter {tuple(param.shape)}") for param in new]
-
-    def watch_leaves(self) -> None:
-        """A hook on each leaf weighs the gradient of a pass before it accumulates.
-
-        Registered as parameters come to require gradients: a frozen one refuses a hook.
-        """
-        for param in self.leaves:
-            self.watch(param, self._numbers.get(param))
-
-    def watch(self, param: nn.Parameter, number: int | None) -> None:
-        """Weigh what arrives at this leaf (of a sharded parameter: at the gathered one)."""
-        if param.requires_grad and param not in self._handles:
-            self._handles[param] = param.register_hook(partial(self._arrive, number, param))
-
-    def _arrive(self, number: int | None, param: nn.Parameter, grad: Tensor) -> Tensor | None:
-        return self.step.arrive(number, param, grad)
-
-    def meet_optimizers(self) -> None:
-        """Watch the parameters of other optimizers: what no optimizer holds needs no weighing.
-
-        torch keeps no list of optimizers, so they are looked for, once, among all objects.
-        """
-        if not self._met:
-            self._met = True
-            kinds = _kinds(torch.optim.Optimizer)
-            for found in gc.get_referrers(*kinds):
-                if isinstance(found, torch.optim.Optimizer) and hasattr(found, "param_groups"):
-                    for param in (p for group in found.param_groups for p in group["params"]):
-                        if not is_sharded(param):
-                            self.watch(param, self._numbers.get(param))
-
-    def meet(self, loss: Tensor) -> None:
-        """Watch the leaves of this graph that nobody named (a criterion's weights)."""
-        seen, todo = set(), [loss.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and not is_sharded(leaf):
-                self.watch(leaf, self._numbers.get(leaf))
-            todo += [following for following, _ in node.next_functions]
-
-    def set_gradients_aside(self) -> dict[nn.Parameter, Tensor | None]:
-        """Take all gradients away, safe from DDP, which reuses the memory of its bucket views."""
-        views = self.ranks.ddp is not None and self.ranks.ddp.gradient_as_bucket_view
-        aside = {}
-        for leaf in (*self.leaves, *(s.param for s in self.weights.slots if is_sharded(s.param))):
-            aside[leaf] = leaf.grad.clone() if views and leaf.grad is not None else leaf.grad
-            leaf.grad = None
-        return aside
+    def set_gradients_aside(self) -> dict[Tensor, Tensor | None]:
+        """Take all gradients away, to be given back."""
+        ddp = self.ranks.ddp
+        return self.leaves.set_aside(copy=ddp is not None and ddp.gradient_as_bucket_view)
 
     # ------------------------------------------------------------------ moving the weights
 
@@ -286,17 +209,6 @@ class Training:
 
     # ------------------------------------------------------------------ the optimizer's step
 
-    def notice_added(self) -> None:
-        """Warn once of parameters that came to the optimizer after `attach`."""
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if count > self._count:
-            warnings.warn(
-                f"{count - self._count} parameters were added to the optimizer after attach(): they "
-                "are trained, but not perturbed. To perturb them too, detach() and attach() again.",
-                stacklevel=2,
-            )
-        self._count = count
-
     def stands_still(self) -> bool:
         """Whether all learning rates are 0. A step without a pass is no training step then:
         torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
@@ -347,14 +259,7 @@ class Training:
 
     def let_go(self) -> None:
         """Forget the model: a perturber that is kept must not keep a DDP object alive."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self.leaves.let_go()
         self.ranks.let_go()
         self.weights.free()
         self.model = nn.Module()
-        self._model_leaves = []
-
-
-def _kinds(kind: type) -> set[type]:
-    return {kind}.union(*(_kinds(each) for each in kind.__subclasses__()))

@@ -1,0 +1,139 @@
+"""Leaves: every parameter that gets gradients in a pass, perturbed or not, whoever trains it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steppe.slots import is_sharded
+
+Arrive = Callable[[int | None, Tensor, Tensor], Tensor | None]
+
+
+class Leaves:
+    """The model's parameters, the optimizer's, and further ones as they are met.
+
+    A hook on each tells `arrive` of a gradient before it accumulates. Sharded parameters see nothing
+    of autograd: the gathered ones are watched in their place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        perturbed: Sequence[nn.Parameter],
+        arrive: Arrive,
+    ) -> None:
+        self._model, self._optimizer, self._arrive = model, optimizer, arrive
+        self._numbers = {param: number for number, param in enumerate(perturbed)}
+        self._sharded = [param for param in perturbed if is_sharded(param)]
+        self._of_model = [p for p in model.parameters() if not is_sharded(p)]
+        self._handles: dict[Tensor, Any] = {}
+        self._all: dict[Tensor, None] = {}
+        self._key: tuple[int, ...] = ()
+        self._met_optimizers = False
+        self._first = set(self._of_optimizer(optimizer))
+        self._count = len(self._first)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        groups = self._optimizer.param_groups
+        key = (len(self._handles), *(len(group["params"]) for group in groups))
+        if key != self._key:
+            theirs = (p for p in self._of_optimizer(self._optimizer) if not is_sharded(p))
+            self._all, self._key = dict.fromkeys((*self._of_model, *theirs, *self._handles)), key
+        return iter(self._all)
+
+    @staticmethod
+    def _of_optimizer(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        return (p for group in optimizer.param_groups for p in group["params"])
+
+    # ------------------------------------------------------------------ watching
+
+    def watch_all(self) -> None:
+        """Watch whatever requires gradients by now: a frozen parameter refuses a hook."""
+        for leaf in self:
+            self.watch(leaf)
+
+    def watch(self, leaf: Tensor, number: int | None = None) -> None:
+        """`number`: of the perturbed parameter that this leaf was gathered from."""
+        if leaf.requires_grad and leaf not in self._handles:
+            number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
+            self._handles[leaf] = leaf.register_hook(partial(self._arrive, number, leaf))
+
+    def meet_optimizers(self) -> None:
+        """Watch what other optimizers train: what none of them holds needs no weighing.
+
+        torch keeps no list of optimizers, so they are looked for, once, among all objects.
+        """
+        if self._met_optimizers:
+            return
+        self._met_optimizers = True
+        for found in gc.get_referrers(*_kinds(Optimizer)):
+            if isinstance(found, Optimizer) and hasattr(found, "param_groups"):
+                for param in self._of_optimizer(found):
+                    if not is_sharded(param):
+                        self.watch(param)
+
+    def meet_graph(self, loss: Tensor) -> None:
+        """Watch the leaves of this graph that nobody named (a criterion's weights)."""
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and not is_sharded(leaf):
+                self.watch(leaf)
+            todo += [following for following, _ in node.next_functions]
+
+    # ------------------------------------------------------------------ gradients
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [leaf.grad for leaf in self if leaf.grad is not None]
+
+    def set_aside(self, *, copy: bool) -> dict[Tensor, Tensor | None]:
+        """Take all gradients away. `copy`: DDP reuses the memory of its bucket views."""
+        aside = {}
+        for leaf in (*self, *self._sharded):
+            aside[leaf] = leaf.grad.clone() if copy and leaf.grad is not None else leaf.grad
+            leaf.grad = None
+        return aside
+
+    # ------------------------------------------------------------------ changes
+
+    def added(self) -> list[str]:
+        """Parameters that came to the optimizer after `attach`: trained, but not perturbed."""
+        new = [p for p in self._of_optimizer(self._optimizer) if p not in self._first]
+        names = {param: name for name, param in self._model.named_parameters()}
+        return [names.get(param, f"a parameter {tuple(param.shape)}") for param in new]
+
+    def notice_added(self) -> None:
+        """Warn once of parameters that came to the optimizer after `attach`."""
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count > self._count:
+            warnings.warn(
+                f"{count - self._count} parameters were added to the optimizer after attach(): they "
+                "are trained, but not perturbed. To perturb them too, detach() and attach() again.",
+                stacklevel=2,
+            )
+        self._count = count
+
+    def let_go(self) -> None:
+        """Remove all hooks and forget the model."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._all, self._key, self._of_model, self._model = {}, (), [], nn.Module()
+
+
+def _kinds(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_kinds, below))

@@ -18,15 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.attach import attach
 from steppe.methods import Method, Pass
 from steppe.noise import Draw
-from steppe.passes import Run, deal
 from steppe.perturbations import Gradients, Perturbation, State
-from steppe.perturber import Perturber
+from steppe.testing.loop import Loop, Twice
 from steppe.weights import Weights
-
-Batch = tuple[Tensor, Tensor]
 
 
 def check_contract(method: Method) -> None:
@@ -75,8 +71,7 @@ def true_weights_in_the_middle(method: Method) -> None:
 
 def zero_strength_is_plain_training(method: Method) -> None:
     """At strength 0 the run and the global random state equal those without steppe."""
-    still = replace(method, passes=tuple(_still(p) for p in method.passes))
-    ours, plain = Loop(still), Loop(None, like=method)
+    ours, plain = Loop(_stilled(method)), Loop(None, like=method)
     states = []
     for loop in (ours, plain):
         torch.manual_seed(7)
@@ -113,12 +108,63 @@ def copies_are_inert_and_detach_leaves_no_trace(method: Method) -> None:
         before = [p.detach().clone() for p in other.parameters()]
         other(loop.batches(1)[0][0]).sum().backward()
         assert same(before, [p.detach() for p in other.parameters()]), "a copy moved its weights"
+    assert b"steppe" not in pickle.dumps(loop.model), "a pickle of the model names steppe"
     loop.perturber.detach()
     hooks = (m._forward_pre_hooks or m._forward_hooks for m in loop.model.modules())
     assert not any(hooks), "detach() left hooks on the model"
     assert not any(p._backward_hooks for p in loop.model.parameters()), "detach() left hooks"
     loop.plain = True
     loop.run(1)
+
+
+def every_leaf_gets_the_weighted_sum(method: Method) -> None:
+    """Parameters that another optimizer trains get the method's gradient too, not a bare sum."""
+    ours, plain = Loop(_stilled(method), trains="first"), Loop(None, like=method, trains="first")
+    for loop in (ours, plain):
+        loop.gradients()
+    found, wanted = ([p.grad for p in loop.model.parameters()] for loop in (ours, plain))
+    for a, b in zip(found, wanted, strict=True):
+        assert a is not None, "a parameter outside of the optimizer has no gradient"
+        assert b is not None
+        torch.testing.assert_close(a, b, msg="the gradient of a parameter outside of the optimizer")
+
+
+def foreign_writes_are_noticed(method: Method) -> None:
+    """Whoever writes a weight while eps is in it gets an error, and true weights are put back."""
+    loop = Loop(method)
+    loop.run(2)
+    before = loop.weights()
+    run = loop.enter_last_pass()
+    with torch.no_grad():
+        next(loop.model.parameters()).mul_(2.0)
+    try:
+        loop.abandon(run)
+    except RuntimeError:
+        assert_same(before, loop.weights(), "weights after a write in the middle of a pass")
+        loop.perturber.new_step()
+    else:
+        raise AssertionError("a write in the middle of a pass went unnoticed")
+    loop.run(1)
+
+
+def a_step_within_a_step_counts_once(method: Method) -> None:
+    """An optimizer whose step calls that of its base class takes one step, not two."""
+    loop = Loop(method, optimizer=Twice)
+    loop.run(3)
+    assert loop.perturber.step == 3, f"three steps were counted as {loop.perturber.step}"
+
+
+def groups_count_as_they_are_now(method: Method) -> None:
+    """After `optimizer.load_state_dict`, options of the new parameter groups are obeyed."""
+    loop = Loop(method)
+    loop.run(2)
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+    for group in loop.optimizer.param_groups:
+        group["strength"] = 0.0
+    before = loop.weights()
+    run = loop.enter_last_pass()
+    assert_same(before, loop.weights(), "weights in a pass with strength=0 in all groups")
+    loop.abandon(run)
 
 
 CHECKS: tuple[Callable[[Method], None], ...] = (
@@ -129,158 +175,11 @@ CHECKS: tuple[Callable[[Method], None], ...] = (
     equal_seeds_give_equal_runs,
     resumed_equals_uninterrupted,
     copies_are_inert_and_detach_leaves_no_trace,
+    every_leaf_gets_the_weighted_sum,
+    foreign_writes_are_noticed,
+    a_step_within_a_step_counts_once,
+    groups_count_as_they_are_now,
 )
-
-
-class Loop:
-    """A small training run of a method (None: plain training, of batches `like` a method's)."""
-
-    def __init__(
-        self, method: Method | None, *, like: Method | None = None, lr: float = 0.1, seed: int = 0
-    ) -> None:
-        shape = method or like
-        assert shape is not None
-        self.method = shape
-        torch.manual_seed(0)
-        self.model = _Net()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        self.plain = method is None
-        if method is not None:
-            self.perturber: Perturber = attach(self.model, self.optimizer, method, seed=seed)
-        self.done = 0
-
-    def batches(self, step: int) -> list[Batch]:
-        generator = torch.Generator().manual_seed(step)
-        return [
-            (
-                torch.randn(16, 6, generator=generator),
-                torch.randint(0, 3, (16,), generator=generator),
-            )
-            for _ in range(self.method.batches_needed)
-        ]
-
-    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.model(x), y)
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            if self.plain:
-                self._plain_gradients()
-            else:
-                self.perturber.backward(self.loss_of, *self.batches(self.done))
-            self.optimizer.step()
-            self.done += 1
-
-    def _plain_gradients(self) -> None:
-        """The gradient of the weighted sum of the batches' losses, written without steppe."""
-        params = list(self.model.parameters())
-        for _, batch, factor in deal(self.method, tuple(self.batches(self.done))):
-            if factor == 0:
-                continue
-            loss = self.loss_of(*batch)
-            grads = torch.autograd.grad(loss if factor == 1 else loss * factor, params)
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad if param.grad is None else param.grad + grad
-
-    def fail(self, where: str, after: int) -> None:
-        """One step in which something goes wrong in pass number `after`."""
-        calls = 0
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            fatal = calls == after + 1
-            if fatal and where == "forward":
-                x = x[:, :1]
-            loss = self.loss_of(x, y)
-            if fatal and where == "loss":
-                raise ValueError("planned")
-            if fatal and where == "interrupt":
-                raise KeyboardInterrupt
-            if fatal and where == "backward":
-                loss = _fails_in_backward(loss)
-            return loss
-
-        self.optimizer.zero_grad()
-        try:
-            self.perturber.backward(loss_of, *self.batches(self.done))
-        except (ValueError, RuntimeError, KeyboardInterrupt):
-            self.optimizer.zero_grad()
-            return
-        raise AssertionError(f"the planned error in {where} did not come up")
-
-    def enter_last_pass(self) -> Run:
-        """Enter the last pass of a step and run its forward, but not its backward."""
-        self.optimizer.zero_grad()
-        batches = self.batches(self.done)
-        passes = self.method.passes
-        for number, run in enumerate(self.perturber.passes()):
-            run.__enter__()
-            loss = self.loss_of(*batches[number % len(batches)])
-            if number < len(passes) - 1:
-                loss.backward()
-                run.__exit__(None, None, None)
-        return run
-
-    def abandon(self, run: Run) -> None:
-        run.__exit__(RuntimeError, None, None)
-        self.optimizer.zero_grad()
-        self.perturber.new_step()
-
-    @torch.no_grad()
-    def evaluate(self) -> Tensor:
-        self.model.eval()
-        output: Tensor = self.model(torch.ones(2, 6))
-        self.model.train()
-        return output
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
-
-    def state_dict_weights(self) -> list[Tensor]:
-        """Through the state dict of each part by itself."""
-        parts = (self.model.first, self.model.second)
-        return [t.clone() for part in parts for t in part.state_dict().values()]
-
-    def save(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "perturber": self.perturber.state_dict(),
-            "done": self.done,
-        }
-
-    def load(self, saved: dict[str, Any]) -> None:
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.perturber.load_state_dict(saved["perturber"])
-        self.done = saved["done"]
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(torch.tanh(self.first(x)))
-        return output
-
-
-class _FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise ValueError("planned")
-
-
-def _fails_in_backward(loss: Tensor) -> Tensor:
-    failing: Tensor = _FailsInBackward.apply(loss)  # type: ignore[no-untyped-call]
-    return failing
 
 
 @dataclass(frozen=True)
@@ -314,6 +213,10 @@ class Still(Perturbation):
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Any) -> None:
         self.inner.learn_noted(weights, state, notes, scale)
+
+
+def _stilled(method: Method) -> Method:
+    return replace(method, passes=tuple(_still(p) for p in method.passes))
 
 
 def _still(planned: Pass) -> Pass:

@@ -1,0 +1,149 @@
+"""Strength by its effect: how far a perturbation may raise the expected training loss.
+
+With eps = r z, the mean of <eps, g(w + eps)> is exactly dE[L(w + eps)] / d ln r, whatever z's
+distribution; half of it is the rise of a quadratic loss. Both factors are there anyway while a pass
+ends, so the rise is measured on the way, on the device, and r follows it:
+
+    num  <- .98 num + .02 S       den <- .98 den + .02 r²        C = num / den
+    base <- base exp(clip(ln(sqrt(2 rise / C) / base), ±.05))    at most `bound`; held where C <= 0
+    ramp  = (1 - min(1, q / q0))^4       q: running mean of the pull on the outputs, q0: of ten steps
+    r     = max(base sqrt(ramp), 1e-3)
+
+The ramp keeps the noise away while the net has not learnt anything yet: that is what hurts. It needs
+no length of training. A rise given as a schedule is taken as written, without it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steppe.schedules import Strength, check_strength, strength_at
+
+KEPT = 0.98
+"""Of the running means, per step."""
+FIRST, LEAST, MOST = 0.05, 1e-3, 0.05
+"""The base before anything is known; the least r, for below it nothing is measured; the most that ln
+base changes in a step."""
+OPENING = 10
+"""Steps whose mean pull is what later ones are compared with."""
+STUCK = 100
+"""Steps at the bound after which r is halved."""
+SHUT_AFTER = 500
+REST = 8
+"""Every so many steps one runs at the true weights, and it alone updates BatchNorm's statistics."""
+
+
+class Reading(NamedTuple):
+    """What the steering knows, as plain numbers."""
+
+    asked: float
+    measured: float
+    stderr: float
+    ramp: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Holds the loss rise of a perturbation at `rise` by its factor r, relative displacement.
+
+    The state is one small vector: num, den, the same with slower means, base, pull, first pull, steps
+    seen, steps at the bound, times halved, running mean of S², r of the step.
+    """
+
+    rise: Strength
+    bound: float = 0.5
+    power: int = 4
+
+    def __post_init__(self) -> None:
+        check_strength("rise", self.rise)
+
+    @property
+    def ramped(self) -> bool:
+        return not callable(self.rise)
+
+    def asked(self, step: int) -> float:
+        return strength_at(self.rise, step, name="rise")
+
+    def init(self, like: Tensor) -> Tensor:
+        state = like.new_zeros(12)
+        state[4] = FIRST
+        return state
+
+    def ramp(self, state: Tensor) -> Tensor:
+        """How far the noise is let in: 0 in the first steps, 1 when nothing pulls any longer."""
+        if not self.ramped:
+            return torch.ones_like(state[0])
+        left = (state[5] / state[6].clamp_min(1e-30)).clamp(max=1.0)
+        return torch.where(state[7] >= OPENING, (1 - left).pow(self.power), 0.0)
+
+    def factor(self, state: Tensor) -> Tensor:
+        """r, on the device; remembered for the update that follows."""
+        r = (state[4] * self.ramp(state).sqrt()).clamp_min(LEAST)
+        state[11].copy_(r)
+        return r
+
+    def update(self, state: Tensor, slope: Tensor, pull: Tensor, step: int) -> None:
+        """Learn from one step: `slope` is S, `pull` the sum of |dL/dz| over the outputs.
+
+        A step that is not finite changes nothing. `pull` may be NaN where no output was seen.
+        """
+        num, den, num2, den2, base, q, first, seen, stuck, halved, square, r = state.unbind()
+        means = torch.stack([num, den, square]).lerp(
+            torch.stack([slope, r * r, slope * slope]), 1 - KEPT
+        )
+        slow = torch.stack([num2, den2]).lerp(torch.stack([slope, r * r]), (1 - KEPT) / 2)
+        curvature, before = means[0] / means[1], slow[0] / slow[1]
+        wanted = (2 * self.asked(step) / curvature.clamp_min(1e-30)).sqrt()
+        change = (wanted / base).log().clamp(-MOST, MOST)
+        # a loss that saturates looks ever flatter the stronger the noise: no reason for more of it
+        change = torch.where(curvature < before / 2, change.clamp(max=0.0), change)
+        new = torch.where(curvature > 0, base * change.exp(), base).clamp(max=self.bound)
+        stuck = torch.where(new >= self.bound, stuck + 1, 0.0)
+        halve = stuck >= STUCK
+        new = torch.where(halve, new / 2, new)
+        stuck = torch.where(halve, 0.0, stuck)
+        # the first steps' mean, then a running one
+        opening = seen < OPENING
+        first = torch.where(opening, first + (pull - first) / (seen + 1), first)
+        q = torch.where(opening, first, q.lerp(pull, 1 - KEPT))
+        parts = [means[0], means[1], slow[0], slow[1], new, q, first, seen + 1, stuck]
+        parts += [halved + halve, means[2], r]
+        found = torch.stack(parts)
+        state.copy_(torch.where(found.isfinite().all(), found, state))
+
+    def read(self, state: Tensor, step: int) -> Reading:
+        """For `stats()` and `print(perturber)`: waits for the device."""
+        num, square, seen = (float(state[n]) for n in (0, 10, 7))
+        weight = 1 - KEPT**seen
+        mean = num / weight if weight else float("nan")
+        spread = max(0.0, square / weight - mean * mean) if weight else float("nan")
+        effective = max(1.0, min(seen, (1 + KEPT) / (1 - KEPT)))
+        ramp = float(self.ramp(state))
+        ratio = max(float(state[4]) * ramp**0.5, LEAST)
+        stderr = (spread / effective) ** 0.5 / 2
+        return Reading(self.asked(step), mean / 2, stderr, ramp, ratio)
+
+    def warn(self, state: Tensor, step: int, halvings: int) -> int:
+        """Say what does not work, now and then (it waits for the device); the halvings so far."""
+        found = int(state[9])
+        if found > halvings:
+            warnings.warn(
+                f"A loss rise of {self.asked(step):g} cannot be held: the relative displacement stood at "
+                f"its bound of {self.bound:g} for {STUCK} steps and was halved. The loss may be in a "
+                "small unit, or saturate under noise: ask for a smaller rise.",
+                stacklevel=2,
+            )
+        if step == SHUT_AFTER and self.ramped and (ramp := float(self.ramp(state))) < 0.05:
+            warnings.warn(
+                f"After {step} steps the perturbation is still almost off (ramp {ramp:.2g}): the loss "
+                "pulls on the outputs as at the start, so there is nothing to regularise yet. Give the "
+                "rise as a schedule to perturb nevertheless: rise=steppe.constant(0.05).",
+                stacklevel=2,
+            )
+        return found

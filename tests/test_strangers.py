@@ -241,7 +241,13 @@ def test_at_strength_zero_a_loop_trains_as_without_steppe(name, way):
     plain, _ = train(LOOPS[name], way, None)
     still, perturber = train(LOOPS[name], way, 0.0)
     assert perturber.step == STEPS
-    assert equal(plain, still)
+    if (
+        name == "cached ranking"
+    ):  # a pass has several backwards, whose sum is rounded in another order
+        for found, wanted in zip(still, plain, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    else:
+        assert equal(plain, still)
 
 
 @pytest.mark.parametrize(("name", "way"), [*cases(REFUSED)])

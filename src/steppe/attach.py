@@ -35,7 +35,6 @@ def attach(
     passes_over: PassesOver | None = None,
     noise: Noise | None = None,
     ascent: AscentOf | None = None,
-    compile_noise: bool = False,
     loop: Loop | None = None,
 ) -> Perturber:
     """Train `model` with `method` from now on; the loop stays as it is.
@@ -59,8 +58,6 @@ def attach(
         noise: "rank" (each replica draws its own eps, the default) or "shared" (one eps for all).
         ascent: of SAM under DDP: "rank" (each rank climbs by its own gradient, without communication,
             the default) or "global" (by the averaged one).
-        compile_noise: draw the noise of large models in a kernel made by `torch.compile`, which is
-            faster and, for the same seed, another noise. Not for sharded parameters.
         loop: for integrations: how a framework's loop differs from a plain one, and what errors
             should tell its users (`steppe.training.Loop`).
 
@@ -94,9 +91,7 @@ def attach(
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
     ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
-    weights = Weights(choice.perturbed, Shards(model), compile_noise)
-    if compile_noise:
-        _check_compiles(weights)
+    weights = Weights(choice.perturbed, optimizer, Shards(model))
     training = Training(
         model,
         method,
@@ -141,7 +136,7 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
 class Choice:
     """Which parameters are perturbed, and why the others are not."""
 
-    perturbed: list[tuple[str, nn.Parameter, dict[str, Any]]]
+    perturbed: list[tuple[str, nn.Parameter]]
     skipped: dict[str, str]
 
 
@@ -170,7 +165,7 @@ def choose(
         if reason is None and param in renormed:
             reason = "rows are written in its forward (max_norm)"
         if reason is None and group is not None:
-            perturbed.append((known[0], param, group))
+            perturbed.append((known[0], param))
         else:
             skipped[known[0]] = reason or ""
     for number, param in enumerate(strangers):
@@ -251,22 +246,6 @@ def _check_kinds(
         raise TypeError(f"seed must be an int, got {seed!r}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
-
-
-def _check_compiles(weights: Weights) -> None:
-    if weights.shards.several:
-        raise ValueError(
-            "compile_noise=True does not know sharded parameters (FSDP): leave it out there."
-        )
-    for slot in weights.slots:
-        if slot.param.numel() >= 2**31:
-            raise ValueError(
-                f"compile_noise=True counts the weights of a parameter in 31 bits, and {slot.name} has "
-                f"{slot.param.numel():,}. Leave it out."
-            )
-    from steppe.hashed import check  # here, for torch.compile is slow to import
-
-    check(weights.device)
 
 
 def _check_options(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
+from steppe.layout import is_sharded
 from steppe.passes import LoopClosure, LossClosure
-from steppe.slots import is_sharded
 from steppe.step import EARLY, Running, put_back
 from steppe.training import Training
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steppe.slots import is_sharded
+from steppe.layout import is_sharded
 
 Arrive = Callable[[int | None, Tensor, Tensor], Tensor | None]
 

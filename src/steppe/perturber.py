@@ -255,7 +255,7 @@ class Perturber:
         return {
             "format": FORMAT,
             "method": self.method.name,
-            "settings": settings + weights.compiles * ", compiled noise",
+            "settings": settings,
             "seed": training.seed,
             "step": self.step,
             "incomplete": training.incomplete,

@@ -136,8 +136,13 @@ class Step:
             for number, slot in enumerate(training.weights.slots)
         ]
         with torch.no_grad():
-            noted = self.notes.get(noise, [None] * len(grads))
-            self.notes[noise] = noise.collect_all(grads, noted, 1 / running.share)
+            if running.share != 1:  # undo what was multiplied into the loss
+                there = iter(
+                    torch._foreach_mul([g for g in grads if g is not None], 1 / running.share)
+                )
+                grads = [None if g is None else next(there) for g in grads]
+            noted = self.notes.get(noise, [])
+            self.notes[noise] = noise.collect_all(training.weights, grads, noted)
 
     def compare_losses(self, running: Running, gradient: Tensor) -> None:
         """Warn where micro-batches look like different losses (a discriminator's real and fake):

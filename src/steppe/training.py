@@ -72,7 +72,7 @@ class Training:
         self.holding: Running | None = None
         """The pass that the user holds open (`with run:`), also after its weights were put back."""
         self.leaves = Leaves(model, optimizer, [slot.param for slot in weights.slots], self._arrive)
-        self._marks: tuple[int, ...] | None = None
+        self._marks: tuple[object, ...] | None = None
         self._unaccounted = 0
         self._passed = False
         """Whether a pass ran since the last step of the optimizer."""
@@ -116,7 +116,6 @@ class Training:
             self.stepping = 0
             self.new_step()
         self._check_accounted()
-        self.weights.check_same()
         running = Running(index, factor, share, held)
         self.step.running = running
         try:
@@ -146,7 +145,7 @@ class Training:
         self.weights.save()
         with torch.no_grad():
             noise.move(self.weights, self.history.states[noise], draw, gradient)
-        self.weights.moved_on()
+        self.weights.watch()
         torch.clear_autocast_cache()
 
     def restore(self, *, quiet: bool = False) -> None:

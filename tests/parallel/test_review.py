@@ -64,18 +64,7 @@ def gradients_of_two_optimizers(rank, lam):
 
 @pytest.mark.parametrize(
     "lam",
-    [
-        0.5,
-        *(
-            pytest.param(
-                lam,
-                marks=pytest.mark.xfail(
-                    strict=True, reason="another optimizer's parameters get the mean over ranks"
-                ),
-            )
-            for lam in (0.0, 0.3, 1.0)
-        ),
-    ],
+    [0.0, 0.3, 0.5, 1.0],
 )
 def test_parameters_of_another_optimizer_get_the_weighted_sum_under_ddp(lam):
     (seen, clean), (other, noisy) = run(2, gradients_of_two_optimizers, lam)
@@ -113,7 +102,6 @@ WRAPPERS = {
         checkpoint_wrapper(block), backend="eager"
     ),
 }
-NAMES = pytest.mark.xfail(strict=True, reason="names of wrapped blocks' parameters do not match")
 
 
 def train_wrapped(rank, wrapper):
@@ -144,9 +132,9 @@ def unwrapped():
     "wrapper",
     [
         "checkpointed",
-        pytest.param("checkpointed inside", marks=NAMES),
-        pytest.param("compiled", marks=NAMES),
-        pytest.param("checkpointed and compiled", marks=NAMES),
+        "checkpointed inside",
+        "compiled",
+        "checkpointed and compiled",
     ],
 )
 def test_wrapped_blocks_on_hsdp_have_the_same_history(wrapper, unwrapped):
@@ -204,7 +192,6 @@ def refusal(rank, name):
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.xfail(strict=True, reason="attached, with norms of other sums than the parameters'")
 def test_dtensors_that_are_not_of_fsdp_are_refused(name):
     for message in run(MESHES[name][0], refusal, name):
         assert "DTensor" in message or "tensor parallel" in message

@@ -50,7 +50,6 @@ def cached(embed, x, parts=3):
     ids=lambda method: method.name,
 )
 @pytest.mark.parametrize("explicit", ["backward", "passes"])
-@pytest.mark.xfail(strict=True, reason="a forward without gradients puts the weights back")
 def test_gradient_caching_inside_of_an_open_pass(method, explicit):
     model, optimizer, perturber = attached(method)
     true = weights_of(model)
@@ -109,7 +108,6 @@ class Plain(Contrastive, Trainer):
 
 @pytest.mark.parametrize("kind", [Caching, CachingMixin])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.xfail(strict=True, reason="the model is called inside a backward, which raises")
 def test_gradient_caching_under_trainer(kind, accumulate, tmp_path):
     ends = []
     for this in (Plain, kind):
@@ -130,7 +128,6 @@ def test_gradient_caching_under_trainer(kind, accumulate, tmp_path):
 # ---------------------------------------------------------------------- messages
 
 
-@pytest.mark.xfail(strict=True, reason="the message names perturber.backward, not Trainer's option")
 def test_trainer_is_told_its_own_option_for_micro_batches(tmp_path):
     trainer, _ = make(steppe.m_rwp(0.05), tmp_path, gradient_accumulation_steps=1)
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as caught:
@@ -142,9 +139,6 @@ def test_trainer_is_told_its_own_option_for_micro_batches(tmp_path):
     assert "closure" not in message
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the message names perturber.backward, not Lightning's option"
-)
 def test_lightning_is_told_its_own_option_for_micro_batches():
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as caught:
         warnings.simplefilter("ignore")
@@ -158,7 +152,6 @@ def test_lightning_is_told_its_own_option_for_micro_batches():
 # ---------------------------------------------------------------------- logs
 
 
-@pytest.mark.xfail(strict=True, reason="the perturbed loss is logged, larger than the baseline's")
 def test_trainer_with_sam_logs_the_loss_at_true_weights(tmp_path):
     logged = []
     for method, kind in ((None, Trainer), (steppe.sam(2.0), PerturbTrainer)):
@@ -176,7 +169,6 @@ def test_trainer_with_sam_logs_the_loss_at_true_weights(tmp_path):
     assert len(logged[1]) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="loss_of may return nothing but the loss")
 def test_backward_takes_the_output_of_a_model_that_computes_its_loss():
     model = language_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -193,7 +185,6 @@ def test_backward_takes_the_output_of_a_model_that_computes_its_loss():
 
 
 @pytest.mark.parametrize("framework", [lightning, transformers], ids=["lightning", "transformers"])
-@pytest.mark.xfail(strict=True, reason="a method by its name is refused")
 def test_a_method_by_its_name_as_on_a_command_line(framework):
     """As `steppe compare` takes them; there a strength may stand for a schedule that ends at it."""
     (planned,) = framework.Perturb("arwp:ratio=0.1").method.passes
@@ -207,7 +198,6 @@ def test_a_method_by_its_name_as_on_a_command_line(framework):
         framework.Perturb("rwp:flavour=3")
 
 
-@pytest.mark.xfail(strict=True, reason="a method by its name is refused")
 def test_a_method_by_its_name_trains_the_same_under_lightning():
     named, _ = fit("m-rwp:sigma=0.05,lam=0.3", accumulate_grad_batches=2)
     plain, perturb = fit(steppe.m_rwp(0.05, lam=0.3), accumulate_grad_batches=2)

@@ -34,12 +34,7 @@ def grouped(**options):
     return model, optimizer, steppe.attach(model, optimizer, steppe.rwp(0.05))
 
 
-OLD = "the group's dictionary of before the load is read"
-
-
-@pytest.mark.parametrize(
-    "loads", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=OLD))]
-)
+@pytest.mark.parametrize("loads", [False, True])
 def test_strength_of_the_current_group_counts(loads):
     full = eps_of(*grouped()[::2])
     model, optimizer, perturber = grouped(strength=1.0)
@@ -51,7 +46,6 @@ def test_strength_of_the_current_group_counts(loads):
     assert_close(found[2:], full[2:])
 
 
-@pytest.mark.xfail(strict=True, reason=OLD)
 def test_strength_that_was_loaded_counts():
     _, saved, _ = grouped(strength=0.0)
     model, optimizer, perturber = grouped()
@@ -62,7 +56,6 @@ def test_strength_that_was_loaded_counts():
 
 
 @pytest.mark.parametrize("loads", [False, True])
-@pytest.mark.xfail(strict=True, reason="perturb= is read once, when attaching")
 def test_perturb_of_the_current_group_counts(loads):
     model, optimizer, perturber = grouped()
     if loads:
@@ -96,14 +89,12 @@ def test_a_group_that_is_added_later_gets_the_weighted_sum():
     assert_close(grads_of(model), grads_of(plain))
 
 
-@pytest.mark.xfail(strict=True, reason="print(perturber) still says: not in the optimizer")
 def test_a_group_that_is_added_later_is_listed():
     _, _, perturber = later(steppe.rwp(0.05))
     (line,) = [line for line in repr(perturber).splitlines() if "2.weight" in line]
     assert "not in the optimizer" not in line
 
 
-@pytest.mark.xfail(strict=True, reason="the name loses its first part, as if DDP had added it")
 def test_a_submodule_called_module_keeps_its_name():
     class Holder(nn.Module):
         def __init__(self):
@@ -126,7 +117,6 @@ def test_a_submodule_called_module_keeps_its_name():
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
-@pytest.mark.xfail(strict=True, reason="a seed must be a Python int")
 def test_a_seed_of_numpy(kind):
     ends = []
     for seed in (kind(7), 7):
@@ -137,18 +127,12 @@ def test_a_seed_of_numpy(kind):
     assert equal(*ends)
 
 
-@pytest.mark.xfail(strict=True, reason="True is taken for 1")
 def test_a_seed_of_true_is_refused():
     with pytest.raises(TypeError, match="seed"):
         attached(steppe.rwp(0.05), seed=True)
 
 
-STRICT = pytest.mark.xfail(strict=True, reason="a number of numpy is not taken for a number")
-
-
-@pytest.mark.parametrize(
-    "kind", [np.float64, *(pytest.param(k, marks=STRICT) for k in (np.float32, np.float16))]
-)
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
 def test_strengths_of_numpy(kind):
     ends = []
     for value in (kind(0.25), 0.25):
@@ -172,7 +156,6 @@ def test_a_schedule_that_gives_numbers_of_numpy():
     assert equal(*ends)
 
 
-@pytest.mark.xfail(strict=True, reason="a lambda's address is compared")
 def test_a_schedule_without_a_name_resumes_without_a_warning():
     schedules = [lambda step: 0.05, lambda step: 0.05]
     model, optimizer, perturber = attached(steppe.rwp(schedules[0]))
@@ -195,7 +178,6 @@ def test_another_strength_resumes_with_a_warning():
 
 
 @pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
-@pytest.mark.xfail(strict=True, reason="None is multiplied by a pass's weight")
 def test_a_closure_that_returns_none(method):
     ends = []
     for returns in (True, False):
@@ -217,7 +199,6 @@ def test_a_closure_that_returns_none(method):
     "method", [steppe.rwp(0.05), steppe.m_arwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name
 )
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.xfail(strict=True, reason="an error of torch about other things, or none")
 def test_a_model_that_changes_its_dtype_after_attach_is_refused(method, trained):
     model = mlp()
     optimizer = sgd(model)
@@ -250,7 +231,6 @@ class Doubling(steppe.Perturbation):
         weights.add_noise(draw, 0.1 * weights.filter_norms())
 
 
-@pytest.mark.xfail(strict=True, reason="repr() raises that radius() is missing")
 def test_print_shows_a_perturbation_that_does_not_know_its_radius():
     _, _, perturber = attached(steppe.Method("doubling", (steppe.Pass(Doubling()),)))
     assert "doubling" in repr(perturber)
@@ -260,7 +240,6 @@ def test_print_shows_a_perturbation_that_does_not_know_its_radius():
 @pytest.mark.parametrize(
     "method", [steppe.rwp(0.05), steppe.arwp(0.05), steppe.m_rwp(0.05)], ids=lambda m: m.name
 )
-@pytest.mark.xfail(strict=True, reason="the backup becomes a tensor of inference_mode")
 def test_a_first_probe_in_inference_mode_changes_nothing(method):
     ends = []
     for probes in (False, True):
@@ -286,7 +265,6 @@ def live_bytes():
 
 
 @pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
-@pytest.mark.xfail(strict=True, reason="the perturber keeps its backup and the model")
 def test_detach_lets_go_of_backup_and_model(method):
     model = nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300), nn.Linear(300, 3)).double()
     size, before = sum(p.numel() * 8 for p in model.parameters()), live_bytes()
@@ -305,7 +283,6 @@ def test_detach_lets_go_of_backup_and_model(method):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.xfail(strict=True, reason="an IndexError of the last item is taken for the end")
 def test_an_index_error_of_the_work_itself_is_raised(threads):
     def work(item):
         if item == 3:

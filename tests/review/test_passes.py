@@ -23,13 +23,7 @@ def scaler():
 
 @pytest.mark.parametrize(
     "zero_grad",
-    [
-        "after the step",
-        pytest.param(
-            "before backward",
-            marks=pytest.mark.xfail(strict=True, reason="the skipped step's passes count as well"),
-        ),
-    ],
+    ["after the step", "before backward"],
 )
 def test_a_skipped_step_leaves_no_trace_in_the_history(zero_grad):
     """Batches 2 and 3 overflow; with and without them the run is the same."""
@@ -79,15 +73,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("elementwise", [False, True])
 @pytest.mark.parametrize(
     "reentrant",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True, reason="each segment's own part of the gradient is noted"
-            ),
-        ),
-    ],
+    [False, True],
 )
 def test_checkpointed_segments_that_share_a_layer_have_the_same_history(reentrant, elementwise):
     found = []
@@ -100,7 +86,6 @@ def test_checkpointed_segments_that_share_a_layer_have_the_same_history(reentran
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.xfail(strict=True, reason="the step is taken with gradients divided by the scale")
 def test_a_scaler_that_sam_was_not_given_is_noticed(fused):
     model, scale = net().float(), scaler()
     optimizer = sgd(model, fused=fused)
@@ -125,7 +110,6 @@ def train_off_by_one(model, optimizer, batches):
             optimizer.zero_grad()
 
 
-@pytest.mark.xfail(strict=True, reason="a first step after one micro-batch raises")
 def test_a_loop_that_steps_first_after_one_micro_batch_is_warned():
     model, optimizer, perturber = attached(steppe.m_rwp(0.05))
     with pytest.warns(UserWarning, match=r"\(step \+ 1\) %") as caught:
@@ -135,7 +119,6 @@ def test_a_loop_that_steps_first_after_one_micro_batch_is_warned():
     assert perturber.stats()["incomplete_steps"] == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a first step after one micro-batch raises")
 def test_a_loop_whose_steps_are_never_complete_is_stopped_at_the_second():
     model, optimizer, perturber = attached(steppe.m_rwp(0.05))
     with pytest.warns(UserWarning, match="micro-batches"):
@@ -181,7 +164,6 @@ def train_critic(model, optimizer, loss_of, steps=5):
 
 @pytest.mark.parametrize("loss_of", [cross_entropy, hinge], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("method", [steppe.m_rwp(0.05), M_ARWP], ids=lambda method: method.name)
-@pytest.mark.xfail(strict=True, reason="real is always clean and fake always perturbed, silently")
 def test_a_discriminator_is_warned_that_its_losses_are_taken_for_micro_batches(method, loss_of):
     model, optimizer, _ = attached(method, model=critic())
     with pytest.warns(UserWarning, match=r"passes\(\)"):

@@ -45,14 +45,12 @@ def words_of(pickled):
 
 @pytest.mark.parametrize("kind", NETS)
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.xfail(strict=True, reason="hooks of steppe are pickled with the model")
 def test_nothing_of_steppe_is_in_the_pickle(name, kind):
     model, optimizer, _ = after_training(METHODS[name], kind)
     for thing in (model, optimizer, copy.deepcopy(model), AveragedModel(model)):
         assert not [word for word in words_of(pickle.dumps(thing)) if "steppe" in word]
 
 
-@pytest.mark.xfail(strict=True, reason="hooks of steppe are pickled with the model")
 def test_nothing_of_steppe_is_in_the_pickle_of_a_part():
     model, _, _ = after_training(METHODS["rwp"])
     for part in (model[0], nn.ModuleList(model)):
@@ -79,7 +77,6 @@ def sums_of(model):
     return " ".join(p.double().sum().item().hex() for p in model.parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="the file asks for steppe.hooks")
 def test_a_saved_model_loads_where_steppe_is_not_installed(tmp_path):
     model, _, _ = after_training(METHODS["m_arwp"])
     path, plain = tmp_path / "model.pt", tmp_path / "plain.pt"
@@ -93,7 +90,6 @@ def test_a_saved_model_loads_where_steppe_is_not_installed(tmp_path):
     assert found.stdout.splitlines() == [sums_of(model)] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="hooks of steppe are no safe globals")
 def test_a_saved_model_loads_with_weights_only(tmp_path):
     model, _, _ = after_training(METHODS["rwp"], "conv")
     torch.save(model, tmp_path / "model.pt")
@@ -129,7 +125,6 @@ COPIES = {
 
 @pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.xfail(strict=True, reason="copies carry hooks of steppe")
 def test_a_copy_has_no_hook_of_steppe(name, kind):
     model, _, _ = after_training(METHODS[name])
     assert hooks_of(COPIES[kind](model)) == []
@@ -188,7 +183,6 @@ def test_an_average_of_weights_follows_true_weights(name):
 
 
 @pytest.mark.parametrize("kind", NETS)
-@pytest.mark.xfail(strict=True, reason="torch.jit tries to compile steppe's hooks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torch_jit_compiles_an_attached_model(kind):
     model, optimizer, perturber = after_training(steppe.rwp(0.05), kind)

@@ -35,7 +35,6 @@ def renormed(kind):
 @pytest.mark.parametrize(
     "method", [steppe.rwp(0.5), steppe.m_arwp(0.5), steppe.sam(0.5)], ids=lambda m: m.name
 )
-@pytest.mark.xfail(strict=True, reason="the embedding is perturbed, so its renorm is undone")
 def test_an_embedding_with_max_norm_is_left_out_and_keeps_its_renorm(kind, method):
     model, plain = renormed(kind), renormed(kind)
     perturber = steppe.attach(model, sgd(model, lr=0.0), method)
@@ -57,7 +56,6 @@ def test_an_embedding_with_max_norm_is_left_out_and_keeps_its_renorm(kind, metho
 
 @pytest.mark.parametrize("how", ["renorm_", "functional"])
 @pytest.mark.parametrize("loop", ["unchanged", "backward", "passes"])
-@pytest.mark.xfail(strict=True, reason=UNDONE)
 def test_a_renorm_inside_of_forward_is_noticed(how, loop):
     class Renormed(nn.Module):
         def __init__(self):
@@ -128,7 +126,6 @@ WRITES = pytest.mark.parametrize(
 
 @WRITES
 @pytest.mark.parametrize("explicit", [False, True], ids=["unchanged loop", "backward"])
-@pytest.mark.xfail(strict=True, reason=UNDONE)
 def test_an_initialisation_in_a_perturbed_forward_is_noticed(write, explicit):
     model, optimizer, perturber = attached(steppe.rwp(0.05), model=Initialised(write))
     true = weights_of(model)
@@ -173,7 +170,6 @@ NEXT = {
 
 
 @pytest.mark.parametrize("name", NEXT)
-@pytest.mark.xfail(strict=True, reason=UNDONE)
 def test_a_write_after_a_discarded_forward_is_noticed(name):
     model, optimizer, perturber = attached(steppe.rwp(0.05))
     true = weights_of(model)
@@ -193,7 +189,6 @@ def test_a_write_after_a_discarded_forward_is_noticed(name):
 @pytest.mark.parametrize(
     "kind", [schedulefree.SGDScheduleFree, schedulefree.AdamWScheduleFree], ids=["SGD", "AdamW"]
 )
-@pytest.mark.xfail(strict=True, reason=UNDONE)
 def test_schedule_free_leaving_training_after_a_discarded_forward_is_noticed(kind, name):
     model = net()
     optimizer = kind(model.parameters(), lr=0.1)
@@ -261,14 +256,12 @@ COPIES = {
 
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("method", [steppe.rwp(0.5), steppe.m_rwp(0.5)], ids=["rwp", "m_rwp"])
-@pytest.mark.xfail(strict=True, reason="the copy has perturbed weights")
 def test_a_copy_after_a_discarded_forward_has_true_weights(method, name):
     model, true, _ = discarded(method)
     assert equal(true, weights_of(COPIES[name](model)))
 
 
 @pytest.mark.parametrize("name", COPIES)
-@pytest.mark.xfail(strict=True, reason="the copy's statistics are frozen for ever")
 def test_a_copy_after_a_discarded_forward_has_statistics_that_follow(name):
     model, _, _ = discarded(steppe.m_rwp(0.5))
     copied = COPIES[name](model)
@@ -301,7 +294,6 @@ def statistics(model):
     return [b.clone() for b in model.buffers()]
 
 
-@pytest.mark.xfail(strict=True, reason="InstanceNorm follows the batches of perturbed passes")
 def test_instance_norm_follows_clean_passes_alone():
     model, plain = Instances(), Instances()
     perturber = steppe.attach(model, sgd(model, lr=0.0), steppe.m_rwp(0.5))
@@ -314,7 +306,6 @@ def test_instance_norm_follows_clean_passes_alone():
     assert torch.equal(model(sequences(2)[0]), plain(sequences(2)[0]))
 
 
-@pytest.mark.xfail(strict=True, reason="InstanceNorm follows the batches of a probe")
 def test_instance_norm_does_not_follow_a_probe():
     model = Instances()
     perturber = steppe.attach(model, sgd(model), steppe.rwp(0.5))

@@ -1,6 +1,5 @@
 """steppe: train PyTorch models into flat minima with random weight perturbation."""
 
-from steppe.ascents import Ascent, MomentumAscent
 from steppe.attaching import attach
 from steppe.batchnorm import recompute_norm_stats
 from steppe.methods import (
@@ -18,7 +17,13 @@ from steppe.methods import (
     sam,
     sgd,
 )
-from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
+from steppe.perturbations import (
+    AdaptiveGaussian,
+    Ascent,
+    Gaussian,
+    MomentumAscent,
+    Perturbation,
+)
 from steppe.perturber import Perturber, Probe
 from steppe.schedules import Schedule, constant, cosine_increase, linear
 

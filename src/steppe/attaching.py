@@ -37,7 +37,6 @@ def attach(
     passes_over: PassesOver | None = None,
     noise: Noise | None = None,
     ascent: AscentOf | None = None,
-    compile_noise: bool = False,
 ) -> Perturber:
     """Train `model` with `method` from now on; the loop stays as it is.
 
@@ -59,8 +58,6 @@ def attach(
         noise: "rank" (each replica draws its own eps, the default) or "shared" (one eps for all).
         ascent: of SAM under DDP: "rank" (each rank climbs by its own gradient, without communication,
             the default) or "global" (by the averaged one).
-        compile_noise: draw the noise of large models in a kernel made by `torch.compile`, which is
-            faster and, for the same seed, another noise. Not for sharded parameters.
 
     Examples:
         >>> from steppe import rwp
@@ -89,9 +86,8 @@ def attach(
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
     ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
-    weights = Weights(choice.perturbed, Shards(model), compile_noise)
-    if compile_noise:
-        _check_compiles(weights)
+    named = [(name, param) for name, param, _ in choice.perturbed]
+    weights = Weights(named, optimizer, Shards(model))
     ledger = Ledger(
         method,
         weights,
@@ -215,22 +211,6 @@ def _check_kinds(
         raise TypeError(f"seed must be an int, got {seed!r}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
-
-
-def _check_compiles(weights: Weights) -> None:
-    if weights.shards.several:
-        raise ValueError(
-            "compile_noise=True does not know sharded parameters (FSDP): leave it out there."
-        )
-    for slot in weights.slots:
-        if slot.param.numel() >= 2**31:
-            raise ValueError(
-                f"compile_noise=True counts the weights of a parameter in 31 bits, and {slot.name} has "
-                f"{slot.param.numel():,}. Leave it out."
-            )
-    from steppe.hashed import check  # here, for torch.compile is slow to import
-
-    check(weights.device)
 
 
 def _check_options(

@@ -81,18 +81,21 @@ class Engine:
         self.weights.save()
         with torch.no_grad():
             noise.move(self.weights, self.ledger.states[noise], draw, gradient)
+        self.weights.watch()
         torch.clear_autocast_cache()
 
     def restore(self) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
-        if self.weights.moved:
-            self.weights.restore()
-            torch.clear_autocast_cache()
-        if self.running is not None:
-            if self.running.frozen is not None:
-                self.running.frozen.thaw()
-            self.ledger.close(count=False)
-        self.running = None
+        try:
+            if self.weights.moved:
+                torch.clear_autocast_cache()
+                self.weights.restore()
+        finally:
+            if self.running is not None:
+                if self.running.frozen is not None:
+                    self.running.frozen.thaw()
+                self.ledger.close(count=False)
+            self.running = None
 
     def finish(self, running: Running) -> None:
         """The backward of a pass is over: put the weights back and count it."""

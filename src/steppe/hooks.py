@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from steppe.engine import Engine, Running
-from steppe.slots import is_sharded
+from steppe.layout import is_sharded
 
 
 class Hook:

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from steppe.layout import is_sharded
 from steppe.methods import Method
 from steppe.parallel import Ranks, Statistics
 from steppe.perturbations import Gradients, Perturbation, State
-from steppe.slots import is_sharded
 from steppe.weights import Weights
 
 

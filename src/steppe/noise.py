@@ -66,13 +66,6 @@ class Draw:
 
         return seed_of
 
-    def key(self, number: int) -> list[int]:
-        """Four 32-bit numbers (as int32) that key a hash, for one of several uses in a step."""
-        place = (self.replica << 44) + (self.stream << 32) + number
-        first = _mix64(_mix64(_mix64(self.seed & _MASK64) ^ (self.step & _MASK64)) ^ place)
-        halves = [h >> shift & _MASK32 for h in (first, _mix64(first)) for shift in (0, 32)]
-        return [half - (half >> 31 << 32) for half in halves]
-
 
 def _mix64(z: int) -> int:
     """SplitMix64: neighbouring seeds and steps give unrelated keys."""
@@ -94,6 +87,8 @@ _generators = _Generators()
 
 def standard_normal_(out: Tensor, seed: int) -> Tensor:
     """Fill `out` with standard normal values that depend on `seed` and its size alone."""
+    if out.is_meta:  # it has neither values nor a generator
+        return out.normal_()
     generator = _generators.by_device.get(out.device)
     if generator is None:
         generator = _generators.by_device[out.device] = torch.Generator(out.device)
@@ -113,11 +108,12 @@ def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     @torch.no_grad()
     def work_off() -> None:
         try:
-            while todo:
-                work(todo.popleft())
-        except IndexError:
-            if todo:
-                raise
+            while True:
+                try:
+                    item = todo.popleft()
+                except IndexError:
+                    return
+                work(item)
         finally:
             todo.clear()
 

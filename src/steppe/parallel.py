@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from steppe.layout import is_sharded
 from steppe.methods import Method
 from steppe.perturbations import ElementwiseGaussian
-from steppe.slots import is_sharded
 
 PassesOver = Literal["ranks", "microbatches"]
 Noise = Literal["rank", "shared"]

@@ -15,13 +15,16 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from steppe.layout import filter_norms, local
 from steppe.noise import Draw
 from steppe.schedules import Strength, check_strength, strength_at
-from steppe.slots import filter_norms, local
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
 Gradients: TypeAlias = Sequence[Tensor | None]
+Scale: TypeAlias = Tensor | float
+
+_SEVERAL = "learns_from = 'pass' in a method of several passes needs it"
 
 
 class Perturbation(ABC):
@@ -50,41 +53,38 @@ class Perturbation(ABC):
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         """The expected ‖eps‖, for `print(perturber)` and `stats()`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define radius(): print(perturber) and stats() need it."
-        )
+        raise self._missing("radius(): print(perturber) and stats() need it")
 
     def init(self, weights: Weights) -> State:
         """What this perturbation remembers, before the first step."""
         return {}
 
-    def learn(
-        self, weights: Weights, state: State, grads: Gradients, scale: Tensor | float
-    ) -> None:
+    def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
         """Learn from the gradients that the optimizer is about to see, each times `scale`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define learn(): learns_from needs it."
-        )
+        raise self._missing("learn(): learns_from needs it")
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         """Note what `learn_noted` will need of one parameter's gradient in one pass of several."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define collect(): learns_from = 'pass' in a method of several "
-            "passes needs it."
-        )
+        raise self._missing(f"collect(): {_SEVERAL}")
 
-    def learn_noted(
-        self, weights: Weights, state: State, notes: Gradients, scale: Tensor | float
-    ) -> None:
+    def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+        """`collect` for the gradients of a whole pass, one (or None) for each of `weights.params`.
+
+        `noted` are the notes of the step's passes before, empty in the first.
+        """
+        pairs = zip(grads, noted or [None] * len(grads), strict=True)
+        return [old if grad is None else self.collect(grad, old) for grad, old in pairs]
+
+    def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         """Learn from the notes of all of a step's perturbed passes, gradients times `scale`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define learn_noted(): learns_from = 'pass' in a method of "
-            "several passes needs it."
-        )
+        raise self._missing(f"learn_noted(): {_SEVERAL}")
 
     def stats(self, state: State) -> dict[str, float]:
         """Numbers worth logging; called only when the user asks."""
         return {}
+
+    def _missing(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} must define {what}.")
 
 
 @dataclass(frozen=True)
@@ -169,19 +169,16 @@ class AdaptiveGaussian(Gaussian):
         squared = filter_norms(grad, dtype).square()
         return squared if noted is None else noted + squared
 
-    def learn_noted(
-        self, weights: Weights, state: State, notes: Gradients, scale: Tensor | float
-    ) -> None:
-        self._learn_squares(weights, state, weights.per_filter(notes), scale)
+    def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+        return added(noted, weights.per_parameter(weights.filter_norms(grads).square()))
 
-    def learn(
-        self, weights: Weights, state: State, grads: Gradients, scale: Tensor | float
-    ) -> None:
-        self._learn_squares(weights, state, weights.filter_norms(grads).square(), scale)
+    def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
+        self._learn_squares(state, weights.per_filter(notes), scale)
 
-    def _learn_squares(
-        self, weights: Weights, state: State, squares: Tensor, scale: Tensor | float
-    ) -> None:
+    def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
+        self._learn_squares(state, weights.filter_norms(grads).square(), scale)
+
+    def _learn_squares(self, state: State, squares: Tensor, scale: Scale) -> None:
         """A step with any non-finite gradient is dropped whole, without asking the device."""
         (history,) = state["history"]
         squares = squares * (scale * scale)
@@ -223,27 +220,121 @@ class ElementwiseGaussian(Perturbation):
         weights.add_noise(draw, std, self.factor, of=state["history"])
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        pairs = zip(weights.slots, state["history"], strict=True)
-        factors = [s.strength * self.factor(local(h)) if s.active else None for s, h in pairs]
-        return self.strength(step) * weights.total_norm(factors, weights.slots)
+        strengths = weights.per_parameter(weights.strengths())
+        pairs = zip(strengths, state["history"], strict=True)
+        factors = [s[:1] * self.factor(local(h)) for s, h in pairs]
+        return self.strength(step) * weights.total_norm(factors, weights.params)
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
-        squared = grad.float().square() if grad.dtype.itemsize < 4 else grad.square()
+        squared = local(grad).to(torch.promote_types(grad.dtype, torch.float32)).square()
         return squared if noted is None else noted.add_(squared)
 
-    def learn_noted(
-        self, weights: Weights, state: State, notes: Gradients, scale: Tensor | float
-    ) -> None:
+    def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+        found = [local(g) for g in grads if g is not None]
+        wide = [g if g.dtype.itemsize >= 4 else g.float() for g in found]
+        squares = iter(torch._foreach_mul(wide, wide) if wide else ())
+        return added(noted, [None if g is None else next(squares) for g in grads])
+
+    def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         weights.decay_and_add(state["history"], notes, self.beta, scale * scale)
 
-    def learn(
-        self, weights: Weights, state: State, grads: Gradients, scale: Tensor | float
-    ) -> None:
+    def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
         weights.decay_and_add(state["history"], grads, self.beta, scale * scale, square=True)
 
     def stats(self, state: State) -> dict[str, float]:
         values = torch.cat([self.factor(local(h)).flatten() for h in state["history"]])
         return {"factor": float(values.median())}
+
+
+@dataclass(frozen=True)
+class Ascent(Perturbation):
+    """SAM's step up the gradient: eps = rho g / ‖g‖ with the norm over all perturbed weights.
+
+    `adaptive` is ASAM's form, invariant to rescaling weights: with T = |w| + eta,
+    eps = rho T² g / ‖T g‖.
+    """
+
+    rho: Strength
+    adaptive: bool = False
+    eta: float = 0.0
+
+    needs_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_strength("rho", self.rho)
+        check_nonnegative("eta", self.eta)
+
+    def strength(self, step: int) -> float:
+        return strength_at(self.rho, step, name="rho")
+
+    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
+        gradient = [None if g is None else local(g) for g in gradient]
+        scaled = [g for g in gradient if g is not None] if self.adaptive else []
+        if scaled:  # in place: the gradient of SAM's first pass serves nothing else
+            pairs = zip(gradient, weights.moved, strict=True)
+            sizes = torch._foreach_abs([p.values for g, p in pairs if g is not None])
+            torch._foreach_add_(sizes, self.eta)
+            torch._foreach_mul_(scaled, sizes)
+        norm = weights.total_norm(gradient, weights.moved)
+        if scaled:
+            torch._foreach_mul_(scaled, sizes)
+        weights.add(gradient, per_norm(draw.sign * self.strength(draw.step), norm), uphill=True)
+
+    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
+        """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
+        return torch.tensor(self.strength(step), dtype=weights.dtype)
+
+
+@dataclass(frozen=True)
+class MomentumAscent(Perturbation):
+    """MSAM: eps = -rho v / ‖v‖ with v <- momentum v + g over the optimizer's gradients.
+
+    One pass per step. v is kept here rather than read from the optimizer, so that every optimizer
+    will do; it costs a second extra copy of the weights. Before the first step v = 0 and eps = 0.
+    """
+
+    rho: Strength
+    momentum: float = 0.9
+
+    learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "step"
+
+    def __post_init__(self) -> None:
+        check_strength("rho", self.rho)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
+
+    def strength(self, step: int) -> float:
+        return strength_at(self.rho, step, name="rho")
+
+    def init(self, weights: Weights) -> State:
+        return {"momentum": weights.zeros()}
+
+    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
+        v = [m for p, m in zip(weights.params, state["momentum"], strict=True) if p.active]
+        norm = weights.total_norm(v, weights.moved)
+        weights.add(v, per_norm(-draw.sign * self.strength(draw.step), norm), uphill=True)
+
+    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
+        norm = weights.total_norm(state["momentum"], weights.params)
+        return torch.where(norm > 0, self.strength(step), 0.0)
+
+    def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
+        weights.decay_and_add(state["momentum"], grads, self.momentum, scale)
+
+
+def per_norm(length: float, norm: Tensor) -> Tensor:
+    """The factor that gives a vector of this norm the wanted length; 0 for the zero vector."""
+    return torch.where(norm > 0, length / norm, 0.0)
+
+
+def added(noted: Gradients, new: Gradients) -> Gradients:
+    """Both lists together, entry by entry, where there is something (`noted` may be empty)."""
+    if not noted:
+        return new
+    pairs = list(zip(noted, new, strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    sums = iter(torch._foreach_add([a for a, _ in both], [b for _, b in both]) if both else ())
+    return [b if a is None else a if b is None else next(sums) for a, b in pairs]
 
 
 def check_adaptive(eta: float, beta: float, exponent: float) -> None:

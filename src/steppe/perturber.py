@@ -68,6 +68,7 @@ class Perturber:
     def detach(self) -> None:
         """Put the true weights back and remove every trace from model and optimizer."""
         self._engine.restore()
+        self._engine.weights.free()
         self._hooks.remove()
         self._attached = False
 
@@ -218,7 +219,7 @@ class Perturber:
         return {
             "format": FORMAT,
             "method": self.method.name,
-            "settings": repr(self.method) + weights.compiles * ", compiled noise",
+            "settings": repr(self.method),
             "seed": self._engine.seed,
             "step": ledger.step,
             "incomplete": ledger.incomplete,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steppe.slots import is_sharded
+from steppe.layout import is_sharded
 
 
 class Shards:

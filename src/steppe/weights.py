@@ -7,101 +7,121 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from steppe.noise import CPU_BLOCK, DEVICE_BLOCK, PARALLEL_FROM, Draw, spread
+from steppe.layout import Block, Flat, Layout, Perturbed, Scratch, copy, local, matrices
+from steppe.noise import PARALLEL_FROM, Draw, spread
 from steppe.shards import Shards
-from steppe.slots import Block, Rows, Slot, filter_norms, local
+from steppe.watch import Watch
 
 
 class Weights:
     """Every perturbed parameter, its filters in one row of numbers, and the way back.
 
-    Quantities per filter (norms, history, std) are vectors over the filters of all parameters, a few
-    thousand numbers, the same on every rank that holds a shard.
+    Quantities per filter (norms, history, std) are vectors over the filters of all parameters, in the
+    order of `params`: a few thousand numbers, the same on every rank that holds a shard.
     """
 
     def __init__(
         self,
-        named: Iterable[tuple[str, nn.Parameter, dict[str, Any]]],
+        named: Sequence[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
         shards: Shards | None = None,
-        compile_noise: bool = False,
     ) -> None:
-        self.shards = shards or Shards()
-        self.compiles = compile_noise
-        self.slots: list[Slot] = []
-        filters = blocks = 0
-        for name, param, group in named:
-            count = param.shape[0] if param.dim() > 1 else 1
-            row = param.numel() // count if param.dim() > 1 else 1
-            rows = max(1, (CPU_BLOCK if param.device.type == "cpu" else DEVICE_BLOCK) // row)
-            place = slice(filters, filters + count)
-            offset = self.shards.offset(param)
-            self.slots.append(Slot(name, param, group, place, rows, blocks, offset))
-            filters += count
-            blocks += -(-(param.shape[0] if param.dim() else 1) // rows)
-        self.filters, self.blocks = filters, blocks
-        dtypes = {slot.param.dtype for slot in self.slots}
-        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.device = self.slots[0].param.device if self.slots else torch.device("cpu")
-        self.sizes = self._repeat([s.param.numel() // s.filter_count for s in self.slots])
+        self.shards, self._optimizer = shards or Shards(), optimizer
+        self.params: list[Perturbed] = []
+        self.filters = 0
+        for name, param in named:
+            count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
+            place = slice(self.filters, self.filters + count)
+            at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
+            self.params.append(Perturbed(name, param, place, at, *kind))
+            self.filters += count
+        self.slots = self.params
+        self.device = self.params[0].device if self.params else torch.device("cpu")
+        kinds = {p.dtype for p in self.params}
+        self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        self.sizes = self._repeat([float(p.length) for p in self.params])
+        self.gain: Tensor | None = None
+        """A scalar on the device that multiplies the std of all noise."""
+        self.moved: list[Perturbed] = []
+        """The parameters that are away from their true values, in the order of `params`."""
+        self._layout = Layout(self.params, self.device)
+        self._written = False
+        self._watch = Watch(self.params)
+        self._factors: tuple[list[float], Tensor] = ([], self.sizes)
         self._known_norms = torch.full_like(self.sizes, torch.nan)
-        self._backup: dict[Slot, Tensor] = {}
-        self.moved: list[Slot] = []
-        """The parameters that are away from their true values, in the order of `slots`."""
         if self.shards.several:
             self.filter_norms()
 
     # ------------------------------------------------------------------ what there is
 
     @property
-    def active(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.active]
+    def active(self) -> list[Perturbed]:
+        return [p for p in self.params if p.active]
 
+    def marks(self) -> tuple[object, ...]:
+        """A mark for every perturbed parameter, which differs if somebody has written it since."""
+        return self._watch.marks()
+
+    @torch.no_grad()
     def filter_norms(self, tensors: Sequence[Tensor | None] | None = None) -> Tensor:
-        """‖·‖ of each filter of the weights (or of tensors shaped like them; None counts as 0)."""
-        if tensors is None:
-            if self.shards.several:
-                return self._sharded_norms()
-            tensors = [slot.param.detach() if slot.active else None for slot in self.slots]
-        norms = [None if t is None else filter_norms(local(t), self.dtype) for t in tensors]
-        if not self.shards.several:
-            return self.per_filter(norms)
-        squares = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
-        for slot, norm in zip(self.slots, norms, strict=True):
-            if norm is not None and self.shards.counts(slot.param):
-                squares[slot.my_filters] += norm.to(self.device).square()
-        return self.shards.sum_(squares).sqrt_()
+        """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
+        if tensors is None and self.shards.several and self.shards.silent:
+            return self._known_norms
+        given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
+        norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        for flat in self._memory():
+            norms.index_copy_(0, flat.filters, self._row_norms(flat, given).to(self.device))
+        if self.shards.several:
+            for p in self.params:
+                if not self.shards.counts(p.param):
+                    norms[p.filters] = 0.0
+            norms = self.shards.sum_(norms.square_()).sqrt_()
+            if tensors is None:
+                self._known_norms = norms
+        return norms
 
-    def _sharded_norms(self) -> Tensor:
-        """Norms of sharded weights; those of the last pass if somebody only looks."""
-        if not self.shards.silent:
-            weights = [slot.param.detach() if slot.active else None for slot in self.slots]
-            self._known_norms = self.filter_norms(weights)
-        return self._known_norms
+    def _row_norms(self, flat: Flat, given: Mapping[Perturbed, Tensor | None] | None) -> Tensor:
+        """One operation for each length of filters. Between moves the backup is free memory."""
+        memory, views = flat.backup, flat.views
+        if given is not None:
+            found = [None if (t := given[p]) is None else local(t) for p in flat.members]
+            if self.moved or any(t is not None and t.dtype != flat.dtype for t in found):
+                memory = torch.empty_like(memory, dtype=flat.wide)
+                views = flat.views_of(memory)
+            copy(views, found, flat.odd)
+        elif not self.moved:
+            copy(views, flat.values, flat.odd)
+        norms = torch.empty(len(flat.filters), dtype=self.dtype, device=flat.device)
+        parts = matrices(memory, flat.runs)
+        for part, out in zip(parts, norms.split([len(part) for part in parts]), strict=True):
+            torch.linalg.vector_norm(part, dim=1, dtype=self.dtype, out=out)
+        return norms
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
+        zero = self.sizes.new_zeros(1)
         rows = [
-            torch.zeros(slot.filter_count, dtype=self.dtype, device=self.device)
-            if part is None
-            else part.to(self.device, self.dtype, non_blocking=True)
-            for slot, part in zip(self.slots, parts, strict=True)
+            zero.expand(p.filter_count) if part is None else part.to(self.device, self.dtype)
+            for p, part in zip(self.params, parts, strict=True)
         ]
-        return torch.cat(rows) if rows else torch.zeros(0, dtype=self.dtype)
+        return torch.cat(rows) if rows else zero[:0]
 
-    def total_norm(self, tensors: Sequence[Tensor | None], slots: Sequence[Slot]) -> Tensor:
-        """‖·‖ over all of the given tensors together, one (or None) for each of these slots."""
-        mine = [
-            t.to_dense() if t.is_sparse else local(t)
-            for t, slot in zip(tensors, slots, strict=True)
-            if t is not None and self.shards.counts(slot.param)
-        ]
+    def per_parameter(self, vector: Tensor) -> list[Tensor]:
+        """Each parameter's part of a vector over all filters."""
+        return list(vector.split([p.filter_count for p in self.params]))
+
+    @torch.no_grad()
+    def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
+        """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
+        pairs = zip(tensors, params, strict=True)
+        mine = [local(t) for t, p in pairs if t is not None and self.shards.counts(p.param)]
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         if mine:
             norms = torch._foreach_norm(mine, 2, dtype=self.dtype)
@@ -110,44 +130,84 @@ class Weights:
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
-        return [
-            torch.zeros_like(s.param, dtype=torch.promote_types(s.param.dtype, torch.float32))
-            for s in self.slots
-        ]
+        kinds = [(p.param, torch.promote_types(p.dtype, torch.float32)) for p in self.params]
+        return [torch.zeros_like(param, dtype=kind) for param, kind in kinds]
 
     def strengths(self) -> Tensor:
         """Each filter's factor on the strength, from the parameter groups; 0 where frozen."""
-        return self._repeat([slot.strength if slot.active else 0.0 for slot in self.slots])
+        factors = self._group_factors(uphill=False)
+        return self._repeat([f * p.active for f, p in zip(factors, self.params, strict=True)])
 
-    def _repeat(self, per_slot: Sequence[float]) -> Tensor:
+    def _group_factors(self, *, uphill: bool) -> list[float]:
+        """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
+
+        `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
+        """
+        found = {}
+        for group in self._optimizer.param_groups:
+            factor = float(group.get("strength", 1.0))
+            if uphill and group.get("maximize", False):
+                factor = -factor
+            found.update(dict.fromkeys(group["params"], factor))
+        return [found.get(p.param, 1.0) for p in self.params]
+
+    def _with_factors(self, size: Tensor, *, uphill: bool = False) -> Tensor:
+        """Something per filter (or for all) times the groups' own factors."""
+        factors = self._group_factors(uphill=uphill)
+        if all(factor == 1 for factor in factors):
+            return size.expand(self.filters)
+        if factors != self._factors[0]:
+            self._factors = (factors, self._repeat(factors))
+        return size * self._factors[1]
+
+    def _repeat(self, per_parameter: Sequence[float]) -> Tensor:
         """One value per parameter, repeated for each of its filters."""
-        counts = torch.tensor([slot.filter_count for slot in self.slots], dtype=torch.long)
-        values = torch.tensor(per_slot, dtype=self.dtype)
+        counts = torch.tensor([p.filter_count for p in self.params], dtype=torch.long)
+        values = torch.tensor(per_parameter, dtype=self.dtype)
         return values.repeat_interleave(counts).to(self.device)
 
     # ------------------------------------------------------------------ moves
 
+    @torch.no_grad()
     def save(self) -> None:
         """Back up the true weights. From here until `restore()` they may be written."""
         if self.moved:
             raise RuntimeError("The weights are already perturbed; restore() them first.")
-        active = self.active
-        for slot in active:
-            if not _fits(self._backup.get(slot), slot.values):
-                self._backup[slot] = torch.empty_like(slot.values)
-        with torch.no_grad():
-            _foreach_copy([self._backup[s] for s in active], [s.values for s in active])
-        self.moved = active
+        for flat in self._memory():
+            copy(flat.views, flat.values, flat.odd)
+        self.moved, self._written = self.active, False
 
-    def restore(self) -> None:
-        """Put the true weights back, bit for bit. Harmless when nothing was moved."""
+    def watch(self) -> None:
+        """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
+        self._watch.begin(self.moved)
+
+    def restore(self, *, quiet: bool = False) -> None:
+        """Put the true weights back, bit for bit. Harmless when nothing was moved.
+
+        Raises, with the true weights in place, if somebody wrote a parameter in the meantime; `quiet`
+        never raises (for `__del__`, and the end of the interpreter).
+        """
         if not self.moved:
             return
-        with torch.no_grad():
-            moved = self.moved
-            _foreach_copy([s.values for s in moved], [self._backup[s] for s in moved])
-        self.moved = []
-        self.shards.reshard()
+        with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
+            written = self._watch.end()
+            for flat in self._layout.flats:
+                copy(flat.values_now() if written else flat.values, flat.views, flat.odd)
+            self.moved = []
+            self.shards.reshard()
+            if written and not quiet:
+                raise RuntimeError(
+                    f"{', '.join(written[:3])}{', …' if written[3:] else ''} changed in the middle of a "
+                    "perturbed pass, and not by steppe: nn.Embedding(max_norm=…), an initialisation in "
+                    "the first forward, … The weights are back at their values of before the pass, "
+                    f"without that change. Leave the parameter out, exclude=({written[0]!r},), or change "
+                    "it outside of the pass: before the forward or after perturber.restore()."
+                )
+
+    def free(self) -> None:
+        """Put the true weights back and let go of the memory for them."""
+        self.restore()
+        self._layout.clear()
 
     def add_noise(
         self,
@@ -159,46 +219,90 @@ class Weights:
         """Add Gaussian noise with this std per filter.
 
         If given, `factor(part)` multiplies it element by element, for parts of the tensors `of`, one
-        like each of `slots`.
+        like each of `params`.
         """
-        if self.compiles and factor is None:
-            from steppe.hashed import add_noise  # here, for torch.compile is slow to import
+        seed_of = draw.block_seeds(self._layout.blocks)
+        others = dict(zip(self.params, of, strict=True)) if factor else {}
 
-            add_noise(self.moved, std, draw)
-            return
-        seed_of = draw.block_seeds(self.blocks)
-        extra = dict(zip(self.slots, of, strict=True)) if factor else {}
-        rows = {
-            slot: Rows(slot, std, draw.sign, local(extra[slot]) if factor else None)
-            for slot in self.moved
+        def fill(block: Block, eps: Scratch) -> None:
+            if factor is None:
+                block.draw_(eps.flat, seed_of(block.number))
+                return
+            copy(eps.views, block.of(others), block.odd)
+            factors = factor(eps.flat.clone())
+            block.draw_(eps.flat, seed_of(block.number))
+            eps.flat.mul_(factors)
+
+        std = std if self.gain is None else std * self.gain
+        self._write(fill, self._with_factors(std), draw.sign)
+
+    def add(
+        self, directions: Sequence[Tensor | None], scale: Tensor, *, uphill: bool = False
+    ) -> None:
+        """Add `scale * direction` to each moved parameter; `scale` stays on the device.
+
+        `uphill`: the directions are gradients, to be turned round where the optimizer maximizes.
+        """
+        given = dict(zip(self.moved, directions, strict=True))
+
+        def fill(block: Block, eps: Scratch) -> None:
+            copy(eps.views, block.of(given), block.odd)
+
+        self._write(fill, self._with_factors(scale, uphill=uphill))
+
+    def _write(
+        self, fill: Callable[[Block, Scratch], None], size: Tensor, sign: float = 1.0
+    ) -> None:
+        """weights <- weights + sign * size * filled, block by block; `size` has one for each filter."""
+        again, self._written = self._written, True
+        sizes = {
+            flat: size.index_select(0, flat.filters).to(flat.device, flat.wide)[:, None]
+            for flat in self._layout.flats
         }
 
-        def add(block: Block) -> None:
-            there = rows[block.slot]
-            eps = there.standard_normal(block, seed_of(block.number)).mul_(block.of(there.std))
-            if factor is not None and there.extra is not None:
-                eps.mul_(factor(block.of(there.extra)))
-            block.of(there.values).add_(eps)
+        def write(flat: Flat, block: Block) -> None:
+            eps, its = flat.scratch(block), sizes[flat][block.rows]
+            fill(block, eps)
+            if block.direct is not None:
+                block.direct.addcmul_(eps.matrices[0], its, value=sign)
+                return
+            base = block.true
+            if again:  # a second write goes on from the first
+                now = Scratch(block, flat.dtype)
+                copy(now.views, block.targets, block.odd)
+                base = now.matrices
+            for true, part, rows in zip(base, eps.matrices, its.split(block.counts), strict=True):
+                torch.addcmul(true, part, rows, value=sign, out=part)
+            copy(block.targets, eps.views, block.odd)
 
-        blocks = (block for slot in self.moved for block in slot.blocks)
-        spread(add, blocks, self._threads())
+        _by_block(self._layout.flats, write)
         self.shards.reshard()
 
-    def add(self, directions: Sequence[Tensor | None], scale: Tensor) -> None:
-        """Add `scale * direction` to each moved parameter; `scale` stays on the device."""
+    # ------------------------------------------------------------------ what is learnt
 
-        @cache
-        def size(device: torch.device, dtype: torch.dtype, strength: float) -> Tensor:
-            return scale.to(device, dtype) * strength
+    @torch.no_grad()
+    def dot_eps(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """<eps, g> for one gradient (or None) of each moved parameter, while eps is in the weights."""
+        pairs = zip(self.moved, grads, strict=True)
+        given = {p: g if self.shards.counts(p.param) else None for p, g in pairs}
+        found = {0: self.sizes.new_zeros(())}
 
-        with torch.no_grad():
-            for slot, direction in zip(self.moved, directions, strict=True):
-                if direction is not None:
-                    values = slot.values
-                    its = size(values.device, values.dtype, slot.strength)
-                    values.addcmul_(local(direction), its)
-        self.shards.reshard()
+        def multiply(flat: Flat, block: Block) -> None:
+            eps = flat.scratch(block)
+            copy(eps.views, block.targets, block.odd)
+            eps.flat.sub_(flat.backup[block.place])
+            pairs = list(zip(eps.views, block.of(given), strict=True))
+            if none := [view for view, grad in pairs if grad is None]:
+                torch._foreach_zero_(none)
+            if there := [(view, grad) for view, grad in pairs if grad is not None]:
+                torch._foreach_mul_([view for view, _ in there], [grad for _, grad in there])
+            found[1 + block.number] = eps.flat.sum().to(self.device, self.dtype)
 
+        _by_block(self._layout.flats if self.moved else [], multiply)
+        total = torch.stack([found[number] for number in sorted(found)]).sum()
+        return self.shards.sum_(total) if self.shards.several else total
+
+    @torch.no_grad()
     def decay_and_add(
         self,
         memory: Sequence[Tensor],
@@ -208,38 +312,38 @@ class Weights:
         *,
         square: bool = False,
     ) -> None:
-        """memory <- decay memory + scale value (or value²), piece by piece, for each slot.
+        """memory <- decay memory + scale value (or value²), for each of `params`.
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
-        finite = self.total_norm(values, self.slots).isfinite()
-        for slot, kept, value in zip(self.slots, memory, values, strict=True):
-            ok = finite.to(kept.device)
-            for block in slot.blocks:
-                part = block.of(local(kept))
-                new = part * decay
-                if value is not None:
-                    dense = value.to_dense() if value.is_sparse else local(value)
-                    add = block.of(dense).to(part.dtype)
-                    new += (add.square() if square else add) * torch.as_tensor(scale).to(part)
-                part.copy_(torch.where(ok, new, part))
+        finite = self.total_norm(values, self.params).isfinite()
+        one = torch.ones_like(finite, dtype=self.dtype)
+        decays, scales = (
+            torch.where(finite, one * decay, one),
+            torch.where(finite, one * scale, 0.0),
+        )
+        kept = {p: local(m) for p, m in zip(self.params, memory, strict=True)}
+        given = dict(zip(self.params, values, strict=True))
+        for group in self._layout.groups:
+            torch._foreach_mul_([kept[p] for p in group], decays.to(group[0].device))
+        bad = finite.logical_not()
 
-    def _threads(self) -> int:
-        if self.device.type != "cpu" or sum(s.param.numel() for s in self.moved) < PARALLEL_FROM:
-            return 1
-        return torch.get_num_threads()
+        def learn(flat: Flat, block: Block) -> None:
+            new = flat.scratch(block)
+            copy(new.views, block.of(given), block.odd)
+            new.flat.masked_fill_(bad.to(flat.device), 0.0)
+            (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
+            torch._foreach_add_([m for m in block.of(kept) if m is not None], new.views)
+
+        _by_block(self._memory(), learn)
+
+    def _memory(self) -> list[Flat]:
+        """Flat memory as it is laid out now; while weights are moved it stays where it is."""
+        return self._layout.flats if self.moved else self._layout.now()
 
 
-def _foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
-def _fits(backup: Tensor | None, values: Tensor) -> bool:
-    return (
-        backup is not None
-        and backup.shape == values.shape
-        and backup.dtype == values.dtype
-        and backup.device == values.device
-        and backup.stride() == values.stride()
-    )
+def _by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None:
+    """Work on each block, with several threads where that is faster."""
+    for flat in flats:
+        serial = flat.device.type != "cpu" or flat.backup.numel() < PARALLEL_FROM
+        spread(partial(work, flat), flat.blocks, 1 if serial else torch.get_num_threads())

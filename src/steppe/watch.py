@@ -1,0 +1,55 @@
+"""Watch: who else writes a parameter while a perturbation is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steppe.layout import Perturbed, local
+
+CLOSE_LOOKS = 2
+"""In so many moves, values are compared too: data-dependent initialisation, in the first forward, may
+write through `.data`, which leaves no trace."""
+
+
+class Watch:
+    """Compares versions and places of parameters, between a move and the way back."""
+
+    def __init__(self, params: Sequence[Perturbed]) -> None:
+        self._params = params
+        self._moved: Sequence[Perturbed] = ()
+        self._marks: tuple[tuple[int, int], ...] = ()
+        self._norms: Tensor | None = None
+        self._close_looks = 0 if any(p.device.type == "meta" for p in params) else CLOSE_LOOKS
+
+    @torch.no_grad()
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        stored = (local(p.param) for p in self._params)
+        return tuple((t._version, t.data_ptr()) for t in stored)
+
+    def begin(self, moved: Sequence[Perturbed]) -> None:
+        self._moved, self._marks = moved, self.marks()
+        if moved and self._close_looks:
+            self._close_looks -= 1
+            self._norms = self._norms_now()
+
+    def end(self) -> list[str]:
+        """The names of the moved parameters that were written since `begin`."""
+        moved, marks, norms = self._moved, self._marks, self._norms
+        if not moved:
+            return []
+        pairs = zip(self._params, marks, self.marks(), strict=True)
+        written = [p.name for p, then, now in pairs if then != now and p in moved]
+        if not written and norms is not None:
+            now = self._norms_now()
+            same = ((norms == now) | (norms.isnan() & now.isnan())).tolist()
+            written = [p.name for p, equal in zip(moved, same, strict=True) if not equal]
+        self._moved, self._norms = (), None
+        return written
+
+    @torch.no_grad()
+    def _norms_now(self) -> Tensor:
+        norms = torch._foreach_norm([p.values for p in self._moved], 2, dtype=torch.float64)
+        return torch.stack([norm.cpu() for norm in norms])

@@ -85,9 +85,10 @@ def attach(
     choice = choose(model, optimizer, exclude)
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
+    shards = Shards(model)
     ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
     named = [(name, param) for name, param, _ in choice.perturbed]
-    weights = Weights(named, optimizer, Shards(model))
+    weights = Weights(named, optimizer, shards)
     ledger = Ledger(
         method,
         weights,

@@ -87,7 +87,7 @@ def step(result: Result) -> str:
         parts.append(bars(net, steps, added, found["free"]))
     parts.append(
         "*Released form*: per-tensor loops, full-size history, clones and `.item()` as in the authors' "
-        "scripts, written anew (`benchmarks/released.py`). *Compiled*: `compile_noise=True`.\n"
+        "scripts, written anew (`benchmarks/released.py`).\n"
     )
     return "\n".join(parts)
 
@@ -95,8 +95,6 @@ def step(result: Result) -> str:
 def bars(net: str, steps: Result, added: Result, free: Result) -> str:
     sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
     bars_of = {"RWP": 0.55, "ARWP": 0.55}
-    if net != "mlp":  # compiling is for large models
-        bars_of |= {"RWP, compiled": 0.4, "ARWP, compiled": 0.4}
     lines = [
         f"- {name} adds {verdict(added[name]['median'] / released, bar)} of what the released form adds."
         for name, bar in bars_of.items()
@@ -264,7 +262,7 @@ def draw(result: Result, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     counts = [int(c) for c in result["weights"]]
     names = list(next(iter(result["weights"].values())))
-    for name, marker in zip(names, "osD^", strict=True):
+    for name, marker in zip(names, "osD", strict=True):
         medians = [found[name]["median"] for found in result["weights"].values()]
         left.loglog(counts, medians, marker=marker, label=name)
     left.set(xlabel="weights", ylabel="ms a step")

@@ -25,8 +25,7 @@ import steppe
 
 COUNTS = [10**4, 10**5, 10**6, 10**7, 10**8]
 BATCHES = [8, 32, 128, 512]
-METHODS = {"RWP": (steppe.rwp(0.001), False), "ARWP": (steppe.arwp(0.001), False)}
-METHODS["ARWP, compiled"] = (steppe.arwp(0.001), True)
+METHODS = {"RWP": steppe.rwp(0.001), "ARWP": steppe.arwp(0.001)}
 
 
 def layers_of(count: int) -> nn.Sequential:
@@ -50,8 +49,7 @@ def sgd_step(count: int) -> Callable[[], object]:
 
 def added(count: int, name: str) -> Callable[[], object]:
     model, optimizer = with_gradients(count)
-    method, compiled = METHODS[name]
-    return measure.added_by(steppe.attach(model, optimizer, method, compile_noise=compiled))
+    return measure.added_by(steppe.attach(model, optimizer, METHODS[name]))
 
 
 def over_weights(counts: list[int], rounds: int) -> dict[str, object]:

@@ -79,10 +79,10 @@ class Bench:
 
         return step
 
-    def ours(self, method: steppe.Method, compiled: bool = False) -> Step:
+    def ours(self, method: steppe.Method) -> Step:
         model = self.model()
         optimizer = self.sgd(model)
-        perturber = steppe.attach(model, optimizer, method, compile_noise=compiled)
+        perturber = steppe.attach(model, optimizer, method)
         batches = [()] * method.batches_needed
 
         def step() -> None:
@@ -120,11 +120,11 @@ class Bench:
 
         return step
 
-    def added_by(self, method: steppe.Method, compiled: bool = False) -> Step:
+    def added_by(self, method: steppe.Method) -> Step:
         """Only what a one-pass method adds to a step, on gradients that are already there."""
         model = self.model()
         optimizer = self.sgd(model)
-        perturber = steppe.attach(model, optimizer, method, compile_noise=compiled)
+        perturber = steppe.attach(model, optimizer, method)
         self.loss(model).backward()
         return measure.added_by(perturber)
 
@@ -143,7 +143,6 @@ class Bench:
         steps = {"SGD": self.plain(), "ARWP, released form": self.released()}
         steps["SAM of pytorch-optimizer"] = self.peer_sam()
         steps |= {name: self.ours(method) for name, method in METHODS.items()}
-        steps["ARWP, compiled"] = self.ours(METHODS["ARWP"], compiled=True)
         return steps
 
 
@@ -157,7 +156,6 @@ def run(net: str, rounds: int, quick: bool) -> dict[str, object]:
     free = timed(Bench(net, quick, free=True).everybody(), 3 * rounds)
     parts = {"ARWP, released form": bench.added_by_released()}
     parts |= {name: bench.added_by(METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
-    parts |= {f"{name}, compiled": bench.added_by(METHODS[name], True) for name in ("RWP", "ARWP")}
     added = timed(parts, 3 * rounds)
     show(bench, whole, added, rounds)
     print("a loss that costs nothing, ms")

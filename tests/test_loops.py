@@ -478,7 +478,11 @@ def test_parameter_groups_have_their_own_options():
     optimizer = torch.optim.SGD(groups, lr=0.1)
     perturber = steppe.attach(model, optimizer, steppe.rwp(0.05))
     plain = mlp()
-    steppe.attach(plain, sgd(plain), steppe.rwp(0.05))
+    groups = [
+        {"params": plain[0].parameters()},
+        {"params": plain[2].parameters(), "perturb": False},
+    ]
+    steppe.attach(plain, torch.optim.SGD(groups, lr=0.1), steppe.rwp(0.05))
     true = weights_of(model)
     model(batch()[0])
     plain(batch()[0])

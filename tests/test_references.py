@@ -6,7 +6,6 @@ from torch import nn
 
 import steppe
 from steppe.noise import Draw
-from steppe.slots import Rows
 from tests import references as ref
 
 SIGMA, ETA, BETA, LR = 0.03, 5.0, 0.9, 0.1
@@ -47,17 +46,12 @@ class Twin:
     def unit_noise(self, step, stream):
         """The unit normal values that steppe draws for a pass."""
         weights = self.perturber._training.weights
-        seed_of = Draw(self.seed, step, stream).block_seeds(weights.blocks)
-        ones = torch.ones_like(weights.sizes)
-        return [
-            torch.cat(
-                [
-                    Rows(slot, ones, 1.0).standard_normal(block, seed_of(block.number))
-                    for block in slot.blocks
-                ]
-            ).view_as(slot.values)
-            for slot in weights.slots
-        ]
+        true = [p.values.clone() for p in weights.params]
+        weights.save()
+        weights.add_noise(Draw(self.seed, step, stream), torch.ones_like(weights.sizes))
+        unit = [p.values - t for p, t in zip(weights.params, true, strict=True)]
+        weights.restore()
+        return unit
 
     def update(self, grads):
         for w, v, g in zip(self.weights, self.velocity, grads, strict=True):

@@ -188,7 +188,10 @@ class Hooks:
             return  # activation checkpointing runs forwards inside backward
         if not (module.training and grad) or not training.weights.active:
             training.restore()
-        elif running is None and training.method.perturbs:
+        elif running is not None:
+            if training.weights.written():
+                training.restore()  # which raises
+        elif training.method.perturbs:
             self._check_own_weights()
             self._begin()
 

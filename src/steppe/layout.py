@@ -87,8 +87,9 @@ class Perturbed:
                 f"{dtype} on {device}, {shape}," for dtype, device, shape in (was, now)
             )
             raise RuntimeError(
-                f"{self.name} was {before} when steppe was attached and is {after} now. Call model.to(), "
-                ".double() or .cuda() before you attach, or detach() and attach anew."
+                f"{self.name} was {before} when steppe was attached and is {after} now. Convert the "
+                "model first (model.to(), .double(), .cuda()) and attach after that; now detach() and "
+                "attach again."
             )
 
 
@@ -261,7 +262,7 @@ class Flat:
         return [m.view(flat, m.start, m.rows) for m in self.members.values()]
 
     def values_now(self) -> list[Tensor]:
-        """Where the values are if somebody rebound a parameter since."""
+        """Where the values are now, after somebody rebound a parameter."""
         pairs = ((p.values, m.values) for p, m in self.members.items())
         return [now if now.shape == then.shape else then for now, then in pairs]
 

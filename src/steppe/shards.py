@@ -15,22 +15,40 @@ class Shards:
     """The ranks that together hold one copy of the weights. By default this rank holds it all."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        named = [] if model is None else list(model.named_parameters())
+        params = {name: param for name, param in named if is_sharded(param)}
         self._modules: list[Any] = []
         self._groups: list[Any] = []
         self._first = True
-        params = [] if model is None else [p for p in model.parameters() if is_sharded(p)]
         if params and model is not None:
             self._modules = [m for m in model.modules() if hasattr(m, "reshard")]
-            mesh: Any = params[0].device_mesh  # type: ignore[attr-defined]
-            placements = params[0].placements  # type: ignore[attr-defined]
-            for dim, placement in enumerate(placements):
-                if placement.is_shard():
-                    self._groups.append(mesh.get_group(dim))
-                    self._first = self._first and mesh.get_local_rank(dim) == 0
+            self._check(params)
+            mesh, kinds = _sharding(next(iter(params.values())))
+            for dim in (dim for dim, kind in enumerate(kinds) if kind == "Shard"):
+                self._groups.append(mesh.get_group(dim))
+                self._first = self._first and mesh.get_local_rank(dim) == 0
         self.several = bool(self._groups)
         self.silent = False
         """Set while somebody only looks: one rank may look alone, so nothing may be exchanged, and
         sums that would need it are unknown (NaN)."""
+
+    def _check(self, params: dict[str, nn.Parameter]) -> None:
+        """Refuse what is not FSDP2's own sharding: norms would be sums over the wrong ranks."""
+        gathered = {param for module in self._modules for param in module.parameters()}
+        first = next(iter(params.values()))
+        for name, param in params.items():
+            mesh, kinds = _sharding(param)
+            known = set(kinds) <= {"Shard", "Replicate"} and kinds.count("Shard") <= 1
+            if known and param in gathered and (mesh, kinds) == _sharding(first):
+                continue
+            raise ValueError(
+                f"{name} is sharded by {param.placements} over {mesh}, "  # type: ignore[attr-defined]
+                f"{next(iter(params))} by {first.placements}"  # type: ignore[attr-defined]
+                f"{'' if param in gathered else ', and not by fully_shard()'}. steppe serves what "
+                "fully_shard() makes on one mesh: one dimension of shards and, before it, at most one of "
+                "replicas. Tensor parallelism, alone or mixed with FSDP, is not supported: shard the "
+                "whole model with fully_shard(model, mesh=mesh)."
+            )
 
     def offset(self, param: nn.Parameter) -> tuple[int, ...]:
         """Where this rank's part of a parameter begins, in each dimension."""
@@ -62,3 +80,8 @@ class Shards:
         """Drop gathered copies of the weights: they are of before the last move."""
         for module in self._modules:
             module.reshard()
+
+
+def _sharding(param: Any) -> tuple[Any, list[str]]:
+    """The mesh of a parameter, and what each of its dimensions does (whatever dimension is cut)."""
+    return param.device_mesh, [type(placement).__name__ for placement in param.placements]

@@ -145,7 +145,7 @@ class Weights:
         """
         found = {}
         for group in self._optimizer.param_groups:
-            factor = float(group.get("strength", 1.0))
+            factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
             if uphill and group.get("maximize", False):
                 factor = -factor
             found.update(dict.fromkeys(group["params"], factor))
@@ -180,6 +180,10 @@ class Weights:
     def watch(self) -> None:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
         self._watch.begin(self.moved)
+
+    def written(self) -> bool:
+        """Whether somebody wrote a moved parameter since the move."""
+        return bool(self.moved) and self._watch.written()
 
     def restore(self, *, quiet: bool = False) -> None:
         """Put the true weights back, bit for bit. Harmless when nothing was moved.

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import steppe
 from steppe.noise import Draw
@@ -292,6 +293,45 @@ def test_what_a_one_dimensional_mesh_cannot_do():
         assert "2-D mesh" in messages[0]
         assert "different noise" in messages[1]
         assert 'ascent="global"' in messages[2]
+
+
+def other_shardings(rank):
+    """Tensor parallel alone, under FSDP2, and a part that is on another mesh."""
+    line, square = (
+        init_device_mesh("cpu", (4,)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")),
+    )
+
+    def parallel(mesh, columns=("first",)):
+        model = Net()
+        parallelize_module(model, mesh, dict.fromkeys(columns, ColwiseParallel()))
+        return model
+
+    both = parallel(square["tensor"])
+    fully_shard(both, mesh=square["data"])
+    every = nn.Sequential(nn.Linear(6, 8, bias=False))
+    parallelize_module(every, square["tensor"], {"0": ColwiseParallel()})
+    fully_shard(every, mesh=square["data"])
+    parts = Net()
+    fully_shard(parts.middle, mesh=square["tensor"])
+    fully_shard(parts, mesh=line)
+    messages = []
+    for model in (parallel(line), both, every, parts):
+        before = full(model.parameters())
+        try:
+            steppe.attach(model, sgd(model), steppe.rwp(0.05))
+        except ValueError as error:
+            messages.append(str(error))
+        assert equal(before, full(model.parameters()))
+    return messages
+
+
+def test_shardings_that_are_not_fsdps_are_refused():
+    for messages in run(4, other_shardings):
+        assert len(messages) == 4
+        assert all("Tensor parallelism" in message for message in messages)
+        assert messages[0].startswith("first.weight")
+        assert "not by fully_shard()" in messages[0]
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -19,7 +19,6 @@ from tests.review.loops import (
     step_with,
 )
 
-
 SEVERAL = {
     "m_rwp": steppe.m_rwp(0.05, lam=0.5),
     "m_rwp lam": steppe.m_rwp(0.05, lam=0.3),

@@ -25,4 +25,8 @@ METHODS = {
     "lpf_sgd": steppe.lpf_sgd(0.02, samples=4),
     "antithetic_rwp": steppe.antithetic_rwp(0.02),
     "msam": steppe.msam(0.5),
+    "rwp rise": steppe.rwp(rise=0.05),
+    "arwp rise": steppe.arwp(rise=steppe.constant(0.05)),
+    "m_arwp rise": steppe.m_arwp(rise=steppe.constant(0.05)),
+    "sam rise": steppe.sam(rise=steppe.constant(0.05)),
 }

@@ -18,9 +18,9 @@ NAN, INF = float("nan"), float("inf")
         (lambda: steppe.rwp(-1), "sigma must be finite and at least 0, got -1."),
         (lambda: steppe.rwp(NAN), "sigma must be finite and at least 0, got nan."),
         (lambda: steppe.rwp(ratio=INF), "ratio must be finite and at least 0, got inf."),
-        (lambda: steppe.rwp(0.1, ratio=0.1), "Give sigma or ratio, not both (got sigma=0.1, ratio=0.1)."),
+        (lambda: steppe.rwp(0.1, ratio=0.1), "Give one strength, sigma or ratio or rise; got sigma=0.1, ratio=0.1."),
         (lambda: steppe.rwp(ratio=0.1, isotropic=True), "isotropic noise has no filters to be in ratio to: give sigma."),
-        (lambda: steppe.rwp(isotropic=True), "isotropic noise has no default strength: give sigma."),
+        (lambda: steppe.rwp(isotropic=True), "isotropic noise has no default strength: give sigma or rise."),
         (lambda: steppe.arwp(0.1, eta=-1), "eta must be finite and at least 0, got -1."),
         (lambda: steppe.arwp(0.1, eta=NAN), "eta must be finite and at least 0, got nan."),
         (lambda: steppe.arwp(0.1, beta=1.0), "beta must be in [0, 1), got 1.0."),
@@ -41,7 +41,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: steppe.Method("none", ()), "A method needs at least one pass."),
         (lambda: steppe.Method("half", (steppe.Pass(weight=0.5),)), "must add up to 1, got [0.5]"),
         (lambda: steppe.Method("up", (steppe.Pass(steppe.Ascent(0.1)),)), "needs the gradient of a pass before it, but comes first"),
-        (lambda: steppe.Gaussian(), "Gaussian needs a strength: give sigma or ratio."),
+        (lambda: steppe.Gaussian(), "Give one strength, sigma or ratio or rise; got none."),
     ],
 )  # fmt: skip
 def test_methods_refuse_settings_that_make_no_sense(make, message):

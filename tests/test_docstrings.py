@@ -31,4 +31,4 @@ def test_examples(name):
 def test_examples_are_found_in_every_part():
     parts = ("analysis", "lab", "lab.data", "lab.models", "report", "study")
     assert all(any(name.startswith(f"steppe.{part}.") for name in MODULES) for part in parts)
-    assert "steppe.attach" in MODULES
+    assert "steppe.attaching" in MODULES

@@ -1,6 +1,7 @@
 """steppe: train PyTorch models into flat minima with random weight perturbation."""
 
-from steppe.attach import attach
+from steppe.ascents import Ascent, MomentumAscent
+from steppe.attaching import attach
 from steppe.batchnorm import recompute_norm_stats
 from steppe.methods import (
     Method,
@@ -19,9 +20,7 @@ from steppe.methods import (
 )
 from steppe.perturbations import (
     AdaptiveGaussian,
-    Ascent,
     Gaussian,
-    MomentumAscent,
     Perturbation,
 )
 from steppe.perturber import Perturber, Probe

@@ -21,11 +21,7 @@ class FrozenStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tracking = [
-            module
-            for module in model.modules()
-            if isinstance(module, _NormBase) and module.training and module.track_running_stats
-        ]
+        tracking = [module for module in tracked(model) if module.training]
         self._put_away = {m: dict(m._buffers) for m in tracking if isinstance(m, _InstanceNorm)}
         self._frozen = [m for m in tracking if m not in self._put_away]
         for module in self._frozen:
@@ -39,6 +35,26 @@ class FrozenStatistics:
         for module, buffers in self._put_away.items():
             module._buffers.update(buffers)
         self._frozen, self._put_away = [], {}
+
+
+class FollowingStatistics:
+    """Lets running statistics follow one step in `every`, the first ones by their plain mean, so that
+    they fit from the first such step on."""
+
+    def __init__(self, model: nn.Module, seen: int) -> None:
+        self._momenta = [(m, m.momentum) for m in tracked(model) if m.momentum is not None]
+        for module, momentum in self._momenta:
+            module.momentum = max(momentum, 1 / (seen + 1))
+
+    def thaw(self) -> None:
+        for module, momentum in self._momenta:
+            module.momentum = momentum
+        self._momenta = []
+
+
+def tracked(model: nn.Module) -> list[_NormBase]:
+    """The normalisation layers with running statistics."""
+    return [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
 @torch.no_grad()
@@ -56,7 +72,7 @@ def recompute_norm_stats(
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         >>> recompute_norm_stats(net, [(torch.randn(32, 4), None)])
     """
-    layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    layers = tracked(model)
     if not layers:
         return
     modes = {module: module.training for module in model.modules()}

@@ -9,7 +9,7 @@ without any of this, at the true weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,91 +18,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
+from steppe.intercept import ASKS, STATE, Call, Hook, ScalerAsks, State
 from steppe.layout import is_sharded
 from steppe.passes import LoopClosure, LossClosure
 from steppe.step import EARLY, Running, put_back
 from steppe.training import Training
-
-CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
-ASKS = "_step_supports_amp_scaling"
-HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_forward_pre_hooks")
-
-
-class Call:
-    """What runs when the attached model is called, in the place of torch's own way to call it.
-
-    A forward hook would stand in every pickle of the model, TorchScript would try to compile it, and
-    Ctrl-C would pass it by.
-    """
-
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-        compiled = getattr(module, CALLS[0], None)
-        self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
-        self._call = getattr(module, self._name)
-        vars(module)[self._name] = self
-
-    def remove(self) -> None:
-        if vars(self._module).get(self._name) is self:
-            del vars(self._module)[self._name]
-            if self._name == CALLS[0]:
-                vars(self._module)[self._name] = self._call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._hooks.before_forward(self._module)
-        try:
-            output = self._call(*args, **kwargs)
-        except BaseException:
-            self._hooks.forward_failed()
-            raise
-        self._hooks.after_forward(self._module, output)
-        return output
-
-
-class State:
-    """What a copy or a pickle of a module is made from: true weights, and nothing of ours."""
-
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-
-    def __call__(self) -> Any:
-        self._hooks.before_look()
-        state = type(self._module).__getstate__(self._module)
-        if not isinstance(state, dict):
-            return state
-        state = {k: v for k, v in state.items() if k not in (STATE, *CALLS)}
-        for name in HOOKS:
-            if name in state:
-                kept = ((k, h) for k, h in state[name].items() if not isinstance(_bare(h), Hook))
-                state[name] = type(state[name])(kept)
-        return state
-
-
-class Hook:
-    """A hook of ours in a module's own tables, to be known by."""
-
-    def __init__(self, hooks: Hooks, name: str) -> None:
-        self._hooks, self._name = hooks, name
-
-    @_disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        getattr(self._hooks, self._name)(*args, **kwargs)
-
-
-def _bare(hook: Any) -> Any:
-    return getattr(hook, "hook", hook)  # torch wraps those of load_state_dict
-
-
-class ScalerAsks:
-    """Stands in for what a GradScaler asks of an optimizer right before it steps: whether it can
-    unscale gradients by itself. torch says in no other place that a scaler is there."""
-
-    def __init__(self, answer: bool) -> None:
-        self._answer, self.asked = answer, False
-
-    def __bool__(self) -> bool:
-        self.asked = True
-        return self._answer
 
 
 class Hooks:
@@ -131,7 +51,7 @@ class Hooks:
                 # after FSDP's own, when the module's parameters are the gathered ones
                 hook = module.register_forward_pre_hook(Hook(self, "gathered"))
                 self._handles.append(hook)
-        perturbed = {slot.param: number for number, slot in enumerate(training.weights.slots)}
+        perturbed = {slot.param: number for number, slot in enumerate(training.weights.params)}
         self._owners = [
             (module, name, param, perturbed[param])
             for module in self._modules
@@ -224,8 +144,12 @@ class Hooks:
 
     @_disable_dynamo
     def after_forward(self, module: nn.Module, output: Any) -> None:
-        running = self._training.running
-        if running is None or running.held or running.in_backward:
+        training, running = self._training, self._training.running
+        if running is None or (running.in_backward and not running.held):
+            return
+        if training.method.steered:
+            self._watch_pull(running, output)
+        if running.held:
             return
         leaves = pytree.tree_leaves(output)
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn]
@@ -238,6 +162,23 @@ class Hooks:
             )
         for tensor in tensors:
             tensor.register_hook(partial(self._on_output_gradient, running))
+
+    def _watch_pull(self, running: Running, output: Any) -> None:
+        """Measure how hard the loss pulls on the outputs: for a mean cross-entropy twice the mean of
+        1 - p. Models that return their loss beside logits are watched at the logits."""
+        training = self._training
+        if training.loop.outputs is not None:
+            output = training.loop.outputs(output)
+        if isinstance(output, Mapping) and output.get("logits") is not None:
+            output = output["logits"]
+        leaves = pytree.tree_leaves(output)
+        tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        outputs = [t for t in tensors if t.numel() > 1]
+        for tensor in outputs:
+            tensor.register_hook(partial(_pull, running))
+        training.pull_is_loss = running.of_loss = not outputs
+        if not outputs and tensors:
+            running.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
 
     def _on_output_gradient(self, running: Running, gradient: Tensor) -> None:
         """Backward has reached an output. Its end is queued from here, not from a parameter's
@@ -296,6 +237,11 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _pull(running: Running, gradient: Tensor) -> None:
+    pull = gradient.detach().abs().sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+    running.pull = pull if running.pull is None else running.pull + pull
 
 
 def _inside_a_backward(hold: str) -> str:

@@ -18,13 +18,12 @@ from typing import Literal
 
 from torch import nn
 
+from steppe.ascents import Ascent, MomentumAscent
 from steppe.defaults import MIXED_RATIOS, RATIOS, Ratios
 from steppe.perturbations import (
     AdaptiveGaussian,
-    Ascent,
     ElementwiseGaussian,
     Gaussian,
-    MomentumAscent,
     Perturbation,
 )
 from steppe.schedules import Strength, needs_steps, with_steps
@@ -78,6 +77,11 @@ class Method:
     @property
     def has_clean_pass(self) -> bool:
         return any(p.perturbation is None for p in self.passes)
+
+    @property
+    def steered(self) -> bool:
+        """Whether a loss rise sets the strength."""
+        return any(p.perturbation is not None and p.perturbation.steering for p in self.passes)
 
     @property
     def in_sequence(self) -> bool:
@@ -136,25 +140,31 @@ def sgd() -> Method:
 
 
 def rwp(
-    sigma: Strength | None = None, *, ratio: Strength | None = None, isotropic: bool = False
+    sigma: Strength | None = None,
+    *,
+    ratio: Strength | None = None,
+    rise: Strength | None = None,
+    isotropic: bool = False,
 ) -> Method:
     """Random weight perturbation: the gradient at w + eps, eps filter-wise Gaussian. One pass.
 
-    The paper raises sigma over training: `rwp(cosine_increase(0, 0.01, steps))`.
+    The paper raises sigma over training: `rwp(cosine_increase(0, 0.01, steps))`. `rise` gives the
+    strength by its effect: by how much eps may raise the expected training loss, in the loss's unit.
 
     Examples:
         >>> rwp(0.01).passes
-        (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False), weight=1.0, ...),)
+        (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False, rise=None), ...),)
     """
-    ratio, defaults = _default_ratio(sigma, ratio, RATIOS, isotropic)
-    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic)),), defaults=defaults)
+    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
+    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic, rise)),), defaults=defaults)
 
 
 def arwp(
     sigma: Strength | None = None,
     *,
     ratio: Strength | None = None,
-    eta: float = 0.1,
+    rise: Strength | None = None,
+    eta: float | None = None,
     beta: float = 0.99,
     exponent: float = 0.25,
     elementwise: bool = False,
@@ -162,17 +172,22 @@ def arwp(
     """Adaptive random weight perturbation: less noise where gradients have been large. One pass.
 
     `exponent` is 1/4 as the paper prints it; the authors' released code computes 1/2.
-    `elementwise` is the paper's first form, with a history per weight and no filter norms.
+    `elementwise` is the paper's first form, with a history per weight and no filter norms. `eta` is
+    0.1 with sigma or ratio, as in the paper; with `rise` the history is taken relative to its mean
+    over all filters, and `eta` is 10.
     """
     if elementwise:
-        if sigma is None or ratio is not None:
+        if ratio is not None or (sigma is None and rise is None):
             raise ValueError(
                 "elementwise noise has no filters to be in ratio to: give sigma, for example "
-                "arwp(0.01, elementwise=True)."
+                "arwp(0.01, elementwise=True), or rise."
             )
-        return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent)),))
-    ratio, defaults = _default_ratio(sigma, ratio, RATIOS)
-    noise = AdaptiveGaussian(sigma, ratio, eta=eta, beta=beta, exponent=exponent)
+        eta = 0.1 if eta is None else eta
+        return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent, rise)),))
+    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS)
+    if eta is None:
+        eta = 0.1 if rise is None else 10.0
+    noise = AdaptiveGaussian(sigma, ratio, rise=rise, eta=eta, beta=beta, exponent=exponent)
     return Method("arwp", (Pass(noise),), defaults=defaults)
 
 
@@ -202,13 +217,15 @@ def m_rwp(
     sigma: Strength | None = None,
     *,
     ratio: Strength | None = None,
+    rise: Strength | None = None,
     isotropic: bool = False,
     lam: float = 0.5,
     same_batch: bool = False,
 ) -> Method:
     """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes."""
-    ratio, defaults = _default_ratio(sigma, ratio, MIXED_RATIOS, isotropic)
-    method = mixed(rwp(sigma, ratio=ratio, isotropic=isotropic), lam, same_batch=same_batch)
+    ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS, isotropic)
+    noise = rwp(sigma, ratio=ratio, rise=rise, isotropic=isotropic)
+    method = mixed(noise, lam, same_batch=same_batch)
     return replace(method, defaults=defaults)
 
 
@@ -216,7 +233,8 @@ def m_arwp(
     sigma: Strength | None = None,
     *,
     ratio: Strength | None = None,
-    eta: float = 0.1,
+    rise: Strength | None = None,
+    eta: float | None = None,
     beta: float = 0.99,
     exponent: float = 0.25,
     elementwise: bool = False,
@@ -226,16 +244,22 @@ def m_arwp(
     """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices."""
     defaults = None
     if not elementwise:
-        ratio, defaults = _default_ratio(sigma, ratio, MIXED_RATIOS)
-    method = arwp(
-        sigma, ratio=ratio, eta=eta, beta=beta, exponent=exponent, elementwise=elementwise
-    )
+        ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS)
+    shape = {"eta": eta, "beta": beta, "exponent": exponent}
+    method = arwp(sigma, ratio=ratio, rise=rise, **shape, elementwise=elementwise)  # type: ignore[arg-type]
     return replace(mixed(method, lam, same_batch=same_batch), defaults=defaults)
 
 
-def sam(rho: Strength = 0.05, m: int | None = None, same_batch: bool = True) -> Method:
+def sam(
+    rho: Strength | None = None,
+    m: int | None = None,
+    same_batch: bool = True,
+    *,
+    rise: Strength | None = None,
+) -> Method:
     """Sharpness-aware minimization: the gradient at w + rho g/‖g‖. Two passes, in sequence.
 
+    rho is 0.05 unless given; `rise` sets rho = rise / ‖g‖ instead, at most 0.5.
     `m`: m-sharpness, each part of m samples with an ascent of its own. `same_batch=False` takes the
     two gradients from different batches, which is known to hurt (paper, batch ablation).
     """
@@ -244,31 +268,41 @@ def sam(rho: Strength = 0.05, m: int | None = None, same_batch: bool = True) -> 
         raise ValueError(f"m is the number of samples in a part, at least 1, {problem}.")
     return Method(
         "sam",
-        (Pass(weight=0.0), Pass(Ascent(rho))),
+        (Pass(weight=0.0), Pass(Ascent(_rho(rho, rise, 0.05), rise=rise))),
         feed="one" if same_batch else "each",
         m=m,
     )
 
 
-def asam(rho: Strength = 0.5, eta: float = 0.01) -> Method:
-    """Adaptive SAM: the ascent scaled by |w| + eta, so that rescaled layers look the same."""
-    return Method("asam", (Pass(weight=0.0), Pass(Ascent(rho, adaptive=True, eta=eta))))
+def asam(rho: Strength | None = None, eta: float = 0.01, *, rise: Strength | None = None) -> Method:
+    """Adaptive SAM: the ascent scaled by |w| + eta, so that rescaled layers look the same.
+
+    rho is 0.5 unless given; `rise` sets rho = rise / ‖T g‖ instead, at most 5.
+    """
+    ascent = Ascent(_rho(rho, rise, 0.5), adaptive=True, eta=eta, rise=rise)
+    return Method("asam", (Pass(weight=0.0), Pass(ascent)))
 
 
-def lpf_sgd(sigma: Strength, samples: int = 8) -> Method:
+def lpf_sgd(
+    sigma: Strength | None = None, samples: int = 8, *, rise: Strength | None = None
+) -> Method:
     """LPF-SGD: the batch in `samples` slices, each at its own w + eps."""
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}.")
-    one = Pass(Gaussian(sigma), weight=1 / samples, fresh=True)
+    one = Pass(Gaussian(sigma, rise=rise), weight=1 / samples, fresh=True)
     return Method("lpf_sgd", (one,) * samples, feed="slices")
 
 
 def antithetic_rwp(
-    sigma: Strength | None = None, *, ratio: Strength | None = None, isotropic: bool = False
+    sigma: Strength | None = None,
+    *,
+    ratio: Strength | None = None,
+    rise: Strength | None = None,
+    isotropic: bool = False,
 ) -> Method:
     """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch."""
-    ratio, defaults = _default_ratio(sigma, ratio, RATIOS, isotropic)
-    noise = Gaussian(sigma, ratio, isotropic)
+    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
+    noise = Gaussian(sigma, ratio, isotropic, rise)
     pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
     return Method("antithetic_rwp", pair, defaults=defaults)
 
@@ -281,15 +315,20 @@ def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
 def _default_ratio(
     sigma: Strength | None,
     ratio: Strength | None,
+    rise: Strength | None,
     defaults: Ratios,
     isotropic: bool = False,
 ) -> tuple[Strength | None, Ratios | None]:
     """The ratio to use and, if nobody gave a strength, what it becomes on each kind of model."""
-    if sigma is None and ratio is None:
+    if sigma is None and ratio is None and rise is None:
         if isotropic:
-            raise ValueError("isotropic noise has no default strength: give sigma.")
+            raise ValueError("isotropic noise has no default strength: give sigma or rise.")
         return defaults.shallow, defaults
     return ratio, None
+
+
+def _rho(rho: Strength | None, rise: Strength | None, default: float) -> Strength | None:
+    return default if rho is None and rise is None else rho
 
 
 def _strengths(perturbation: Perturbation | None) -> dict[str, Strength | None]:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from steppe.layout import filter_norms, local
 from steppe.noise import Draw
-from steppe.schedules import Strength, check_strength, strength_at
+from steppe.schedules import Strength, strength_at
+from steppe.strength import Steering, one_strength
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
@@ -50,6 +51,11 @@ class Perturbation(ABC):
         `gradient` holds the gradient of the pass before, in the order of the moved parameters, if
         `needs_gradient`; otherwise it is empty.
         """
+
+    @property
+    def steering(self) -> Steering | None:
+        """Set where a loss rise is given: eps has relative displacement 1 then, times `weights.gain`."""
+        return None
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         """The expected ‖eps‖, for `print(perturber)` and `stats()`."""
@@ -93,39 +99,38 @@ class Gaussian(Perturbation):
 
     `sigma` multiplies the norm per entry, as in the paper. `ratio` fixes the relative displacement
     instead, sigma_j = ratio / sqrt(d_j) for a filter of d_j entries, so that ‖eps_j‖ is about
-    ratio ‖w_j‖ whatever the layer's size. `isotropic`: std = sigma for every weight.
+    ratio ‖w_j‖ whatever the layer's size. `rise` lets the ratio follow the loss rise that is asked
+    for (`steppe.strength`). `isotropic`: std = sigma for every weight.
     """
 
     sigma: Strength | None = None
     ratio: Strength | None = None
     isotropic: bool = False
+    rise: Strength | None = None
 
     def __post_init__(self) -> None:
-        if self.sigma is not None and self.ratio is not None:
-            raise ValueError(
-                f"Give sigma or ratio, not both (got sigma={self.sigma}, ratio={self.ratio})."
-            )
-        if self.sigma is None and self.ratio is None:
-            raise ValueError(f"{type(self).__name__} needs a strength: give sigma or ratio.")
+        one_strength(sigma=self.sigma, ratio=self.ratio, rise=self.rise)
         if self.isotropic and self.ratio is not None:
             raise ValueError("isotropic noise has no filters to be in ratio to: give sigma.")
-        for name in ("sigma", "ratio"):
-            if (value := getattr(self, name)) is not None:
-                check_strength(name, value)
+
+    @property
+    def steering(self) -> Steering | None:
+        return None if self.rise is None else Steering(self.rise)
 
     def strength(self, step: int) -> float:
-        if self.sigma is not None:
-            return strength_at(self.sigma, step, name="sigma")
-        assert self.ratio is not None
-        return strength_at(self.ratio, step, name="ratio")
+        name = one_strength(sigma=self.sigma, ratio=self.ratio, rise=self.rise)
+        return strength_at(getattr(self, name), step, name=name)
 
     def std(self, weights: Weights, state: State, step: int) -> Tensor:
-        """The std of the noise, one number per filter."""
+        """The std of the noise, one number per filter; with a rise, at relative displacement 1."""
+        if self.rise is not None:
+            return even_std(weights) if self.isotropic else weights.norms_per_entry()
         strength = self.strength(step)
         if self.isotropic:
             return torch.full_like(weights.sizes, strength)
-        per_entry = strength if self.ratio is None else strength * weights.sizes.rsqrt()
-        return weights.filter_norms() * per_entry
+        if self.ratio is not None:
+            return strength * weights.norms_per_entry()
+        return strength * weights.filter_norms()
 
     def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
         weights.add_noise(draw, self.std(weights, state, draw.step))
@@ -161,8 +166,14 @@ class AdaptiveGaussian(Gaussian):
         return super().std(weights, state, step) * self.factor(state)
 
     def factor(self, state: State) -> Tensor:
-        """(1 + eta v_j)^(-exponent): how much of the plain noise is left, per filter."""
-        return (1 + self.eta * state["history"][0]).pow(-self.exponent)
+        """(1 + eta v_j)^(-exponent): how much of the noise is left, per filter.
+
+        With a rise, v_j is taken relative to its mean over all filters: whatever the loss's unit.
+        """
+        (history,) = state["history"]
+        if self.rise is not None:
+            history = history / history.mean().clamp_min(1e-30)
+        return (1 + self.eta * history).pow(-self.exponent)
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         dtype = torch.promote_types(grad.dtype, torch.float32)
@@ -195,19 +206,30 @@ class ElementwiseGaussian(Perturbation):
     The history is as large as the weights, which costs a second extra copy of them.
     """
 
-    sigma: Strength
+    sigma: Strength | None = None
     eta: float = 0.1
     beta: float = 0.99
     exponent: float = 0.25
+    rise: Strength | None = None
 
     learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "pass"
 
     def __post_init__(self) -> None:
-        check_strength("sigma", self.sigma)
+        one_strength(sigma=self.sigma, rise=self.rise)
         check_adaptive(self.eta, self.beta, self.exponent)
 
+    @property
+    def steering(self) -> Steering | None:
+        return None if self.rise is None else Steering(self.rise)
+
     def strength(self, step: int) -> float:
-        return strength_at(self.sigma, step, name="sigma")
+        name = one_strength(sigma=self.sigma, rise=self.rise)
+        return strength_at(getattr(self, name), step, name=name)
+
+    def _std(self, weights: Weights, step: int) -> Tensor:
+        if self.rise is not None:
+            return even_std(weights)
+        return torch.full_like(weights.sizes, self.strength(step))
 
     def init(self, weights: Weights) -> State:
         return {"history": weights.zeros()}
@@ -216,14 +238,14 @@ class ElementwiseGaussian(Perturbation):
         return (1 + self.eta * history).pow_(-self.exponent)
 
     def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        std = torch.full_like(weights.sizes, self.strength(draw.step))
+        std = self._std(weights, draw.step)
         weights.add_noise(draw, std, self.factor, of=state["history"])
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         strengths = weights.per_parameter(weights.strengths())
         pairs = zip(strengths, state["history"], strict=True)
         factors = [s[:1] * self.factor(local(h)) for s, h in pairs]
-        return self.strength(step) * weights.total_norm(factors, weights.params)
+        return self._std(weights, step)[0] * weights.total_norm(factors, weights.params)
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         squared = local(grad).to(torch.promote_types(grad.dtype, torch.float32)).square()
@@ -246,85 +268,11 @@ class ElementwiseGaussian(Perturbation):
         return {"factor": float(values.median())}
 
 
-@dataclass(frozen=True)
-class Ascent(Perturbation):
-    """SAM's step up the gradient: eps = rho g / ‖g‖ with the norm over all perturbed weights.
-
-    `adaptive` is ASAM's form, invariant to rescaling weights: with T = |w| + eta,
-    eps = rho T² g / ‖T g‖.
-    """
-
-    rho: Strength
-    adaptive: bool = False
-    eta: float = 0.0
-
-    needs_gradient: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_strength("rho", self.rho)
-        check_nonnegative("eta", self.eta)
-
-    def strength(self, step: int) -> float:
-        return strength_at(self.rho, step, name="rho")
-
-    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        gradient = [None if g is None else local(g) for g in gradient]
-        scaled = [g for g in gradient if g is not None] if self.adaptive else []
-        if scaled:  # in place: the gradient of SAM's first pass serves nothing else
-            pairs = zip(gradient, weights.moved, strict=True)
-            sizes = torch._foreach_abs([p.values for g, p in pairs if g is not None])
-            torch._foreach_add_(sizes, self.eta)
-            torch._foreach_mul_(scaled, sizes)
-        norm = weights.total_norm(gradient, weights.moved)
-        if scaled:
-            torch._foreach_mul_(scaled, sizes)
-        weights.add(gradient, per_norm(draw.sign * self.strength(draw.step), norm), uphill=True)
-
-    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
-        return torch.tensor(self.strength(step), dtype=weights.dtype)
-
-
-@dataclass(frozen=True)
-class MomentumAscent(Perturbation):
-    """MSAM: eps = -rho v / ‖v‖ with v <- momentum v + g over the optimizer's gradients.
-
-    One pass per step. v is kept here rather than read from the optimizer, so that every optimizer
-    will do; it costs a second extra copy of the weights. Before the first step v = 0 and eps = 0.
-    """
-
-    rho: Strength
-    momentum: float = 0.9
-
-    learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "step"
-
-    def __post_init__(self) -> None:
-        check_strength("rho", self.rho)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
-
-    def strength(self, step: int) -> float:
-        return strength_at(self.rho, step, name="rho")
-
-    def init(self, weights: Weights) -> State:
-        return {"momentum": weights.zeros()}
-
-    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        v = [m for p, m in zip(weights.params, state["momentum"], strict=True) if p.active]
-        norm = weights.total_norm(v, weights.moved)
-        weights.add(v, per_norm(-draw.sign * self.strength(draw.step), norm), uphill=True)
-
-    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        norm = weights.total_norm(state["momentum"], weights.params)
-        return torch.where(norm > 0, self.strength(step), 0.0)
-
-    def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
-        weights.decay_and_add(state["momentum"], grads, self.momentum, scale)
-
-
-def per_norm(length: float, norm: Tensor) -> Tensor:
-    """The factor that gives a vector of this norm the wanted length; 0 for the zero vector."""
-    return torch.where(norm > 0, length / norm, 0.0)
+def even_std(weights: Weights) -> Tensor:
+    """One std for every weight, such that ‖eps‖ is about ‖w‖."""
+    norm, size = torch.linalg.vector_norm(weights.filter_norms()), weights.sizes.sum()
+    std: Tensor = (norm * size.rsqrt()).expand_as(weights.sizes)
+    return std
 
 
 def added(noted: Gradients, new: Gradients) -> Gradients:

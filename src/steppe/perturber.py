@@ -36,6 +36,11 @@ class Probe:
     """Standard error of `perturbed` over the draws (NaN for a single one)."""
     samples: int
 
+    @property
+    def rise(self) -> float:
+        """By how much the perturbation raises the loss."""
+        return self.perturbed - self.true
+
     def __str__(self) -> str:
         return (
             f"loss {self.true:.4g} at the true weights, {self.perturbed:.4g} ± {self.stderr:.2g} "
@@ -181,6 +186,13 @@ class Perturber:
                     radius = float(noise.radius(weights, state, self.step))
                 except NotImplementedError:  # an own perturbation need not know it
                     radius = float("nan")
+                if noise.steering is not None:
+                    (memory,) = state["steering"]
+                    found = noise.steering.read(memory, self.step)
+                    stats |= {"rise": found.asked, "measured_rise": found.measured}
+                    stats |= {"measured_rise_stderr": found.stderr, "ramp": found.ramp}
+                    stats["ratio"] = found.ratio
+                    radius *= found.ratio
                 stats["displacement"] = radius / max(float(size), 1e-30)
                 stats.update(noise.stats(state))
             break
@@ -222,13 +234,16 @@ class Perturber:
             return list(torch.autograd.grad(closure(), params, allow_unused=True))
 
     def __repr__(self) -> str:
-        weights, stats = self._training.weights, self.stats()
-        count = sum(slot.param.numel() for slot in weights.active)
+        training, weights, stats = self._training, self._training.weights, self.stats()
+        groups = training.optimizer.param_groups
+        now_out = {p for group in groups if not group.get("perturb", True) for p in group["params"]}
+        perturbed = [slot for slot in weights.active if slot.param not in now_out]
+        count = sum(slot.param.numel() for slot in perturbed)
         displacement = stats["displacement"]
         known = "unknown" if math.isnan(displacement) else f"= {displacement:.3g}"
         lines = [
-            f"{self.method.name} at step {self.step}, strength {stats['strength']:g}: "
-            f"{count:,} weights of {len(weights.active)} parameters in {weights.filters:,} filters, "
+            f"{self.method.name} at step {self.step}, {self._strength(stats)}: "
+            f"{count:,} weights of {len(perturbed)} parameters in {weights.filters:,} filters, "
             f"expected ‖eps‖/‖w‖ {known}",
         ]
         ranks = self.ranks
@@ -238,12 +253,23 @@ class Perturber:
                 f"  {len(self.method.passes)} passes over {ranks.size} replicas; this is replica "
                 f"{ranks.rank} and runs pass {ranks.index} ({kind})"
             )
-        lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in weights.active]
-        left_out = self._skipped | {s.name: "frozen" for s in weights.slots if not s.active}
-        for name in self._training.leaves.added():
+        lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in perturbed]
+        left_out = self._skipped | {s.name: "frozen" for s in weights.params if not s.active}
+        left_out |= {
+            s.name: "perturb=False in its group" for s in weights.params if s.param in now_out
+        }
+        for name in training.leaves.added():
             left_out[name] = "added to the optimizer after attach()"
         lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)
+
+    def _strength(self, stats: dict[str, float]) -> str:
+        if "rise" not in stats:
+            return f"strength {stats['strength']:g}"
+        return (
+            f"steered to a loss rise of {stats['rise']:g} (ramp {stats['ramp']:.2g}, measured "
+            f"{stats['measured_rise']:.2g}, ratio {stats['ratio']:.2g})"
+        )
 
     # ------------------------------------------------------------------ save and load
 
@@ -251,7 +277,7 @@ class Perturber:
         """Everything that a run needs to resume bit-exactly: step, seed and history."""
         training, weights = self._training, self._training.weights
         # where a function lies in memory is no setting of it
-        settings = re.sub(r" at 0x[0-9a-f]+", "", repr(self.method))
+        settings = re.sub(r" at 0x[0-9a-f]+|, rise=None", "", repr(self.method))
         return {
             "format": FORMAT,
             "method": self.method.name,
@@ -259,7 +285,7 @@ class Perturber:
             "seed": training.seed,
             "step": self.step,
             "incomplete": training.incomplete,
-            "parameters": [[s.name, list(s.param.shape)] for s in weights.slots],
+            "parameters": [[s.name, list(s.param.shape)] for s in weights.params],
             "states": [dict(state) for state in training.history.states.values()],
         }
 

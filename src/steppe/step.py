@@ -1,4 +1,4 @@
-"""One optimizer step: which passes ran, how their gradients are weighed, what is learnt from them.
+"""One optimizer step: which passes ran, how their gradients are weighed, what they noted.
 
 A `Step` is made new for each step of the optimizer and is the only thing that knows about it:
 
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from steppe.batchnorm import FrozenStatistics
-from steppe.distributed import Statistics
-from steppe.perturbations import Gradients, Perturbation, State
+from steppe.batchnorm import FollowingStatistics, FrozenStatistics
+from steppe.perturbations import Gradients, Perturbation
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -40,13 +39,17 @@ class Running:
     """What they are multiplied by already, through the loss."""
     held: str = ""
     """What the user holds open (`with run:`); empty where the model's forward began the pass."""
-    frozen: FrozenStatistics | None = None
+    frozen: FrozenStatistics | FollowingStatistics | None = None
     in_backward: bool = False
     end_is_queued: bool = False
     reached: bool = False
     """Whether a gradient arrived at any leaf."""
     own: dict[int, Tensor] = field(default_factory=dict)
     """Its own gradients by the number of the parameter, where its perturbation learns from them."""
+    pull: Tensor | None = None
+    """The sum of |dL/dz| over the model's outputs, where a rise is steered by it."""
+    of_loss: bool = False
+    """Whether the outputs are a loss alone, and `pull` is its value."""
     alone: set[int] = field(default_factory=set)
     """Parameters whose `.grad` is its own gradient: there was none before."""
 
@@ -69,6 +72,9 @@ class Step:
         self.idle = False
         """Whether the optimizer steps without training anything."""
         self.notes: dict[Perturbation, Gradients] = {}
+        self.slopes: dict[Perturbation, list[Tensor]] = {}
+        """<eps, g> of the passes, or of all so far in one where their gradients add up."""
+        self.pulls: list[Tensor] = []
         self._seen: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------ while a pass runs
@@ -77,9 +83,9 @@ class Step:
         """Gradients that arrive from now on belong to this pass."""
         self.running = running
         training = self._training
-        if training.several:
-            if running.factor != 1:
-                training.leaves.meet_optimizers()
+        if running.factor != 1:
+            training.leaves.meet_optimizers()
+        if training.several or training.meters_passes:
             training.leaves.watch_all()
 
     def backward_begins(self, running: Running) -> None:
@@ -87,7 +93,7 @@ class Step:
         running.in_backward = True
         if not running.held and self.abandoned():
             # the gradients of the passes before were thrown away between forward and backward
-            self.done, self.notes = [], {}
+            self.done, self.notes, self.slopes, self.pulls = [], {}, {}, []
 
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
@@ -113,7 +119,8 @@ class Step:
 
     def _learns(self, running: Running) -> bool:
         noise = self._training.method.passes[running.index].perturbation
-        return noise is not None and noise.learns_from == "pass"
+        learns = self._training.several and noise is not None and noise.learns_from == "pass"
+        return learns or (self._training.meters_passes and bool(self._training.weights.moved))
 
     def close(self, *, count: bool) -> None:
         """The pass is over; it counts if its backward came to an end."""
@@ -122,19 +129,41 @@ class Step:
             return
         # a backward that reached no parameter (for an adversarial input, say) is not a pass
         if count and (running.reached or not self._training.several):
-            if running.own or running.alone:
+            if self._training.method.steered:
+                self._meter(running)
+            if self._training.several and (running.own or running.alone):
                 self._note(running)
             self.done.append(running.index)
             self._seen = self._marks()
 
+    def _own(self, running: Running) -> list[Tensor | None]:
+        """The pass's own gradient of each perturbed parameter."""
+        return [
+            p.param.grad if number in running.alone else running.own.get(number)
+            for number, p in enumerate(self._training.weights.params)
+        ]
+
+    def _meter(self, running: Running) -> None:
+        """Measure, while eps is still there, what it did to the loss."""
+        training, weights = self._training, self._training.weights
+        if running.pull is not None:
+            self.pulls.append(running.pull if running.of_loss else running.pull / running.share)
+        noise = training.method.passes[running.index].perturbation
+        if noise is None or noise.steering is None or not weights.moved:
+            return
+        if training.meters_passes:
+            own = dict(zip(weights.params, self._own(running), strict=True))
+            slope = weights.dot_eps([own[p] for p in weights.moved]) / running.share
+            self.slopes.setdefault(noise, []).append(slope)
+        else:  # what has accumulated so far, all of it at this eps
+            self.slopes[noise] = [weights.dot_eps([p.param.grad for p in weights.moved])]
+
     def _note(self, running: Running) -> None:
         training = self._training
         noise = training.method.passes[running.index].perturbation
-        assert noise is not None
-        grads = [
-            slot.param.grad if number in running.alone else running.own.get(number)
-            for number, slot in enumerate(training.weights.slots)
-        ]
+        if noise is None or noise.learns_from != "pass":
+            return
+        grads = self._own(running)
         with torch.no_grad():
             if running.share != 1:  # undo what was multiplied into the loss
                 there = iter(
@@ -204,6 +233,7 @@ class Step:
                 )
             self._even_out()
             training.history.learn(self)
+            training.divisor = self.divisor
         self.settled = True
 
     def _even_out(self) -> None:
@@ -257,58 +287,3 @@ def put_back(run: str) -> str:
         f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
         "outside of the pass."
     )
-
-
-class History:
-    """The states of a method's perturbations; equal perturbations of several passes share one."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        noises = [p.perturbation for p in training.method.passes if p.perturbation is not None]
-        self.states: dict[Perturbation, State] = {n: n.init(training.weights) for n in noises}
-        self._statistics = Statistics(training.model, training.method, training.ranks)
-
-    @torch.no_grad()
-    def learn(self, step: Step) -> None:
-        """Learn from the gradients of a step that is about to be taken."""
-        several = self._training.several
-        for noise in self.states:
-            if noise.learns_from == "step" or (noise.learns_from == "pass" and not several):
-                self._learn_as_seen(noise)
-        self._learn_noted(step)
-
-    def _learn_as_seen(self, noise: Perturbation) -> None:
-        """From the gradients as the optimizer sees them; a fused one unscales them by itself."""
-        training = self._training
-        grads = [slot.param.grad if slot.active else None for slot in training.weights.slots]
-        scale = getattr(training.optimizer, "grad_scale", None)
-        scale = 1.0 if scale is None else 1.0 / scale
-        noise.learn(training.weights, self.states[noise], grads, scale)
-
-    def _learn_noted(self, step: Step) -> None:
-        """From the K perturbed passes' own gradients, v <- beta v + mean_k ‖g_k‖², each undone of
-        its loss divisor and loss scale (its weight was undone when it was noted)."""
-        training = self._training
-        several = training.several
-        noises = [n for n in self.states if n.learns_from == "pass" and several]
-        nothing: Gradients = [None] * len(training.weights.slots)
-        notes = [step.notes.get(noise, nothing) for noise in noises]
-        planned = [training.method.passes[i].perturbation for i in step.done]
-        counts: list[Tensor | float] = [planned.count(noise) for noise in noises]
-        if training.ranks.groups and (noises or self._statistics.buffers):
-            notes, counts = self._exchange(notes, counts)
-        for noise, noted, count in zip(noises, notes, counts, strict=True):
-            if isinstance(count, Tensor) or count:
-                scale = step.divisor / count**0.5 / training.loss_scale()
-                noise.learn_noted(training.weights, self.states[noise], noted, scale)
-
-    def _exchange(
-        self, notes: list[Gradients], counts: list[Tensor | float]
-    ) -> tuple[list[Gradients], list[Tensor | float]]:
-        """Tell all ranks, in one small message: squared norms, how many, and BN's statistics."""
-        weights, ranks = self._training.weights, self._training.ranks
-        vectors = [weights.per_filter(noted) for noted in notes]
-        parts = [*vectors, weights.sizes.new_tensor(counts), self._statistics.pack(weights.sizes)]
-        *vectors, total, statistics = ranks.sum(*parts)
-        self._statistics.unpack(statistics)
-        return [weights.per_parameter(vector) for vector in vectors], list(total)

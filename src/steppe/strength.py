@@ -59,6 +59,8 @@ class Steering:
     rise: Strength
     bound: float = 0.5
     power: int = 4
+    linear: bool = False
+    """Of an ascent, whose rise is its slope; r is not used, rho = rise / ‖g‖ is known directly."""
 
     def __post_init__(self) -> None:
         check_strength("rise", self.rise)
@@ -72,7 +74,7 @@ class Steering:
 
     def init(self, like: Tensor) -> Tensor:
         state = like.new_zeros(12)
-        state[4] = FIRST
+        state[4], state[11] = FIRST, 1.0
         return state
 
     def ramp(self, state: Tensor) -> Tensor:
@@ -82,10 +84,11 @@ class Steering:
         left = (state[5] / state[6].clamp_min(1e-30)).clamp(max=1.0)
         return torch.where(state[7] >= OPENING, (1 - left).pow(self.power), 0.0)
 
-    def factor(self, state: Tensor) -> Tensor:
-        """r, on the device; remembered for the update that follows."""
+    def factor(self, state: Tensor, *, looks: bool = False) -> Tensor:
+        """r, on the device; remembered for the update that follows unless somebody only looks."""
         r = (state[4] * self.ramp(state).sqrt()).clamp_min(LEAST)
-        state[11].copy_(r)
+        if not looks:
+            state[11].copy_(r)
         return r
 
     def update(self, state: Tensor, slope: Tensor, pull: Tensor, step: int) -> None:
@@ -93,6 +96,7 @@ class Steering:
 
         A step that is not finite changes nothing. `pull` may be NaN where no output was seen.
         """
+        slope, pull = slope.to(state), pull.to(state)
         num, den, num2, den2, base, q, first, seen, stuck, halved, square, r = state.unbind()
         means = torch.stack([num, den, square]).lerp(
             torch.stack([slope, r * r, slope * slope]), 1 - KEPT
@@ -126,8 +130,9 @@ class Steering:
         effective = max(1.0, min(seen, (1 + KEPT) / (1 - KEPT)))
         ramp = float(self.ramp(state))
         ratio = max(float(state[4]) * ramp**0.5, LEAST)
-        stderr = (spread / effective) ** 0.5 / 2
-        return Reading(self.asked(step), mean / 2, stderr, ramp, ratio)
+        stderr = (spread / effective) ** 0.5
+        half = 1.0 if self.linear else 0.5
+        return Reading(self.asked(step), half * mean, half * stderr, ramp, ratio)
 
     def warn(self, state: Tensor, step: int, halvings: int) -> int:
         """Say what does not work, now and then (it waits for the device); the halvings so far."""
@@ -147,3 +152,15 @@ class Steering:
                 stacklevel=2,
             )
         return found
+
+
+def one_strength(**given: Strength | None) -> str:
+    """The name of the one strength that was given; raises if it is not one, or not a strength."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if len(chosen) != 1:
+        names = " or ".join(given)
+        got = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "none"
+        raise ValueError(f"Give one strength, {names}; got {got}.")
+    ((name, value),) = chosen.items()
+    check_strength(name, value)
+    return name

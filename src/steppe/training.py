@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from steppe.batchnorm import FrozenStatistics
+from steppe.batchnorm import FollowingStatistics, FrozenStatistics, tracked
 from steppe.distributed import Ranks
+from steppe.history import History
 from steppe.leaves import Leaves
 from steppe.methods import Method
 from steppe.noise import Draw
-from steppe.step import History, Running, Step
+from steppe.perturbations import Perturbation
+from steppe.step import Running, Step
+from steppe.strength import REST
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]
@@ -32,6 +36,8 @@ class Loop:
     )
     hold: str = "for run in perturber.passes(): with run: …"
     repeat: str = "perturber.backward(lambda: loss_fn(model(x), y)) in place of loss.backward()"
+    outputs: Callable[[Any], Any] | None = None
+    """What the loss pulls on, from what the attached model returned; None: that itself."""
     closure: Literal["loss", "loop"] = "loss"
     """A closure given to `optimizer.step`: the loss for all passes, or a piece of an unchanged loop
     whose passes the hooks run (Lightning's is)."""
@@ -64,18 +70,45 @@ class Training:
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
         self.several = len(method.passes) > 1
+        self.rests = method.steered and not method.has_clean_pass and bool(tracked(model))
+        """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
+        those gathered at perturbed weights do not fit the true ones."""
+        self.divisor = 1.0
+        """By how much the loop divided each loss in the last step."""
         self.history = History(self)
         self.step = Step(self)
+        self.pull_is_loss = False
+        """Whether nothing but a loss is seen of the model, and its value stands for the pull."""
         self.stepping = 0
         """How deep in the optimizer's step: a subclass may call `super().step()`."""
         self.in_closure = self.probing = False
         self.holding: Running | None = None
         """The pass that the user holds open (`with run:`), also after its weights were put back."""
-        self.leaves = Leaves(model, optimizer, [slot.param for slot in weights.slots], self._arrive)
+        self.leaves = Leaves(
+            model, optimizer, [slot.param for slot in weights.params], self._arrive
+        )
         self._marks: tuple[object, ...] | None = None
         self._unaccounted = 0
         self._passed = False
         """Whether a pass ran since the last step of the optimizer."""
+
+    @property
+    def meters_passes(self) -> bool:
+        """Whether the rise is measured on each pass's own gradient: those of others add to it, of
+        other passes or of other ranks. Sharded gradients are there as a whole only."""
+        alone = not self.several and not self.ranks.averages
+        return self.method.steered and not alone and not self.weights.shards.several
+
+    def slope_factor(self, noise: Perturbation, step: Step) -> float:
+        """What the measured slopes are multiplied by to be those of the loss itself."""
+        if self.meters_passes:
+            return step.divisor
+        factor = 1.0 if self.microbatch_loss == "mean" else 1 / len(step.done)
+        if self.weights.shards.several:  # the mean over replicas, each with a noise of its own
+            weight = sum(p.weight for p in self.method.passes if p.perturbation == noise)
+            own = self.ranks.columns if self.ranks.noise == "rank" else 1
+            factor *= own / weight if weight else 0.0
+        return factor
 
     @property
     def running(self) -> Running | None:
@@ -116,13 +149,23 @@ class Training:
             self.stepping = 0
             self.new_step()
         self._check_accounted()
+        if self.number == 0 and self.method.steered and self.optimizer.state and not self._passed:
+            warnings.warn(
+                "The optimizer has taken steps before steppe was attached: a loss rise is ramped by "
+                "how much has been learnt since, so the perturbation stays weak. Load the perturber's "
+                "state_dict(), or give the rise as a schedule (rise=steppe.constant(0.05)).",
+                stacklevel=2,
+            )
         running = Running(index, factor, share, held)
         self.step.running = running
         try:
             if self.method.passes[index].perturbation is not None:
-                if self.method.has_clean_pass:
-                    running.frozen = FrozenStatistics(self.model)
-                self.move(index, self._draw(index))
+                if self.resting:
+                    running.frozen = FollowingStatistics(self.model, self.number // REST)
+                else:
+                    if self.method.has_clean_pass or self.rests:
+                        running.frozen = FrozenStatistics(self.model)
+                    self.move(index, self._draw(index))
             self.step.open(running)
         except BaseException:
             self.restore()
@@ -136,6 +179,19 @@ class Training:
             stream += len(self.method.passes) * self.step.done.count(index)
         return Draw(self.seed, self.number, stream, self.ranks.replica, planned.sign)
 
+    @property
+    def resting(self) -> bool:
+        return self.rests and self.number % REST == 0
+
+    def gain(self, noise: Perturbation) -> Tensor | None:
+        """The factor that a steered perturbation's strength has now, on the device."""
+        if (steering := noise.steering) is None:
+            return None
+        (state,) = self.history.states[noise]["steering"]
+        if steering.linear:  # rise / ‖g‖ is in the loss's own unit
+            return steering.ramp(state) * self.loss_scale() / self.divisor
+        return steering.factor(state, looks=self.probing)
+
     def move(self, index: int, draw: Draw) -> None:
         """Back the weights up and add the eps of a pass. Strength zero leaves them untouched."""
         gradient, self.step.gradient = self.step.gradient, []
@@ -144,6 +200,7 @@ class Training:
             return
         self.weights.save()
         with torch.no_grad():
+            self.weights.gain = self.gain(noise)
             noise.move(self.weights, self.history.states[noise], draw, gradient)
         self.weights.watch()
         torch.clear_autocast_cache()
@@ -243,7 +300,8 @@ class Training:
         """A scaler nobody announced is about to step: refuse what it would make wrong."""
         if self.scaler is not None:
             return
-        reads = self.several and any(n.learns_from == "pass" for n in self.history.states)
+        noted = self.several and any(n.learns_from == "pass" for n in self.history.states)
+        reads = noted or self.method.steered
         if self.step.loss_unscaled or reads:
             problem = (
                 "perturber.backward() did not multiply the loss by its scale"

@@ -42,7 +42,6 @@ class Weights:
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
             self.params.append(Perturbed(name, param, place, at, *kind))
             self.filters += count
-        self.slots = self.params
         self.device = self.params[0].device if self.params else torch.device("cpu")
         kinds = {p.dtype for p in self.params}
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
@@ -86,6 +85,10 @@ class Weights:
             if tensors is None:
                 self._known_norms = norms
         return norms
+
+    def norms_per_entry(self) -> Tensor:
+        """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
+        return self.filter_norms() * self.sizes.rsqrt()
 
     def _row_norms(self, flat: Flat, given: Mapping[Perturbed, Tensor | None] | None) -> Tensor:
         """One operation for each length of filters. Between moves the backup is free memory."""

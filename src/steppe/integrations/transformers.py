@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steppe.attach import attach
+from steppe.attaching import attach
 from steppe.integrations.loops import (
     check_accumulation,
     check_arguments,

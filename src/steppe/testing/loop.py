@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.attach import attach
+from steppe.attaching import attach
 from steppe.methods import Method
 from steppe.passes import Run, deal
 from steppe.perturber import Perturber

@@ -1,0 +1,107 @@
+"""History: what perturbations remember from step to step, and what they learn at each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from steppe.distributed import Statistics
+from steppe.perturbations import Gradients, Perturbation, State
+from steppe.step import Step
+
+if TYPE_CHECKING:
+    from steppe.training import Training
+
+
+class History:
+    """The states of a method's perturbations; equal perturbations of several passes share one."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        noises = [p.perturbation for p in training.method.passes if p.perturbation is not None]
+        self.states: dict[Perturbation, State] = {n: n.init(training.weights) for n in noises}
+        for noise, state in self.states.items():
+            if noise.steering is not None:
+                state["steering"] = [noise.steering.init(training.weights.sizes)]
+        self._halvings = 0
+        self._statistics = Statistics(training.model, training.method, training.ranks)
+
+    @torch.no_grad()
+    def learn(self, step: Step) -> None:
+        """Learn from the gradients of a step that is about to be taken."""
+        training, several = self._training, self._training.several
+        if training.method.steered:
+            self._steer(step)
+        for noise in self.states:
+            of_pass = noise.learns_from == "pass" and not several and not training.resting
+            if noise.learns_from == "step" or of_pass:
+                self._learn_as_seen(noise)
+        if not training.resting:
+            self._learn_noted(step)
+
+    def _steer(self, step: Step) -> None:
+        """Let the strength follow the rise that was measured, the mean over passes and ranks."""
+        training, weights = self._training, self._training.weights
+        if not step.pulls:
+            raise RuntimeError(
+                f"{training.method.name}(rise=…) follows how hard the loss pulls on the model's outputs, "
+                "but the attached model was not called in this step. Call it, or give a fixed strength "
+                "(ratio=…)."
+            )
+        scale = training.loss_scale()
+        pull = torch.stack([p.to(weights.sizes) for p in step.pulls]).sum()
+        if not training.pull_is_loss:
+            pull = pull * step.divisor / scale
+        parts = [pull, weights.sizes.new_tensor(float(len(step.pulls)))]
+        for noise in self.states:
+            slopes = step.slopes.get(noise, [])
+            total = torch.stack(slopes).sum() if slopes else weights.sizes.new_zeros(())
+            parts += [total * training.slope_factor(noise, step) / scale]
+            parts += [weights.sizes.new_tensor(float(len(slopes)))]
+        pull, pulls, *found = training.ranks.sum(torch.stack(parts))[0].unbind()
+        for (noise, state), total, count in zip(
+            self.states.items(), found[::2], found[1::2], strict=True
+        ):
+            if noise.steering is not None and not training.resting:
+                (memory,) = state["steering"]
+                noise.steering.update(memory, total / count, pull / pulls, training.number)
+                if training.number and training.number % 100 == 0 and not memory.is_meta:
+                    self._halvings = noise.steering.warn(memory, training.number, self._halvings)
+
+    def _learn_as_seen(self, noise: Perturbation) -> None:
+        """From the gradients as the optimizer sees them; a fused one unscales them by itself."""
+        training = self._training
+        grads = [slot.param.grad if slot.active else None for slot in training.weights.params]
+        scale = getattr(training.optimizer, "grad_scale", None)
+        scale = 1.0 if scale is None else 1.0 / scale
+        noise.learn(training.weights, self.states[noise], grads, scale)
+
+    def _learn_noted(self, step: Step) -> None:
+        """From the K perturbed passes' own gradients, v <- beta v + mean_k ‖g_k‖², each undone of
+        its loss divisor and loss scale (its weight was undone when it was noted)."""
+        training = self._training
+        several = training.several
+        noises = [n for n in self.states if n.learns_from == "pass" and several]
+        nothing: Gradients = [None] * len(training.weights.params)
+        notes = [step.notes.get(noise, nothing) for noise in noises]
+        planned = [training.method.passes[i].perturbation for i in step.done]
+        counts: list[Tensor | float] = [planned.count(noise) for noise in noises]
+        if training.ranks.groups and (noises or self._statistics.buffers):
+            notes, counts = self._exchange(notes, counts)
+        for noise, noted, count in zip(noises, notes, counts, strict=True):
+            if isinstance(count, Tensor) or count:
+                scale = step.divisor / count**0.5 / training.loss_scale()
+                noise.learn_noted(training.weights, self.states[noise], noted, scale)
+
+    def _exchange(
+        self, notes: list[Gradients], counts: list[Tensor | float]
+    ) -> tuple[list[Gradients], list[Tensor | float]]:
+        """Tell all ranks, in one small message: squared norms, how many, and BN's statistics."""
+        weights, ranks = self._training.weights, self._training.ranks
+        vectors = [weights.per_filter(noted) for noted in notes]
+        parts = [*vectors, weights.sizes.new_tensor(counts), self._statistics.pack(weights.sizes)]
+        *vectors, total, statistics = ranks.sum(*parts)
+        self._statistics.unpack(statistics)
+        return [weights.per_parameter(vector) for vector in vectors], list(total)

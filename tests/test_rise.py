@@ -1,0 +1,326 @@
+"""Strength by the loss rise: the rule by itself, and at work in a loop."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import steppe
+from steppe.strength import LEAST, OPENING, Steering
+from tests.nets import batch, conv, equal, images, loss_fn, mlp, weights_of
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+STEADY = steppe.constant(0.05)
+
+
+def on_a_quadratic(trace, start, steps, rise=0.05, size=100, seed=0, change=1.0):
+    """r of each step over its closed form, sqrt(2 rise / tr H), at the minimum of a quadratic."""
+    generator = torch.Generator().manual_seed(seed)
+    diagonal = torch.rand(size, generator=generator, dtype=torch.float64)
+    diagonal *= trace / diagonal.sum()
+    steering = Steering(steppe.constant(rise), bound=math.inf)
+    state = steering.init(torch.zeros((), dtype=torch.float64))
+    state[4] = start * math.sqrt(2 * rise / trace)
+    found = []
+    for step in range(steps):
+        if step == steps // 2:
+            diagonal, trace = diagonal * change, trace * change
+        r = steering.factor(state)
+        eps = r * torch.randn(size, generator=generator, dtype=torch.float64)
+        steering.update(state, (eps * (diagonal * eps)).sum(), torch.ones(()), step)
+        found.append(float(r) / math.sqrt(2 * rise / trace))
+    return found
+
+
+@pytest.mark.parametrize("trace", [1e-3, 1e-1, 1e1, 1e3])
+@pytest.mark.parametrize("start", [0.01, 1.0, 100.0])
+def test_on_a_quadratic_r_converges_to_the_closed_form(trace, start):
+    found = on_a_quadratic(trace, start, steps=250)
+    assert sum(found[200:]) / 50 == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("change", [0.1, 10.0])
+def test_r_follows_a_change_of_curvature(change):
+    found = on_a_quadratic(1.0, 1.0, steps=900, change=change)
+    assert sum(found[-50:]) / 50 == pytest.approx(1, abs=0.05)
+
+
+def test_a_loss_that_saturates_does_not_drive_r_away():
+    """S = 2 r² exp(-r²) has its largest value, 2/e, at r = 1; a rise of 2 is never reached."""
+    steering = Steering(steppe.constant(2.0), bound=0.5)
+    state = steering.init(torch.zeros(()))
+    halvings = 0
+    for step in range(1, 601):
+        r = steering.factor(state)
+        steering.update(state, 2 * r * r * (-r * r).exp(), torch.ones(()), step)
+        assert float(r) <= 0.5
+        if step % 100 == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                halvings = steering.warn(state, step, halvings)
+    assert halvings >= 1
+    assert any("cannot be held" in str(w.message) for w in caught)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    steering = Steering(0.05)
+    state = steering.init(torch.zeros(()))
+    for value in (1.0, 2.0):
+        steering.factor(state)
+        steering.update(state, torch.tensor(value), torch.ones(()), 0)
+    before = state.clone()
+    for slope, pull in ((torch.nan, 1.0), (torch.inf, 1.0), (1.0, torch.nan)):
+        steering.update(state, torch.tensor(slope), torch.tensor(pull), 1)
+    assert torch.equal(before, state)
+
+
+def test_the_ramp_opens_as_the_pull_lets_off():
+    steering = Steering(0.05)
+    state = steering.init(torch.zeros(()))
+    for step in range(OPENING):
+        assert float(steering.ramp(state)) == 0
+        assert float(steering.factor(state)) == pytest.approx(LEAST)
+        steering.update(state, torch.ones(()), torch.full((), 2.0), step)
+    assert float(steering.ramp(state)) == 0
+    for step in range(1000):
+        steering.update(state, torch.ones(()), torch.full((), 0.5), step)
+    assert float(steering.ramp(state)) == pytest.approx(0.75**4, rel=1e-3)
+    assert float(Steering(steppe.constant(0.05)).ramp(state)) == 1
+
+
+def train(method, steps=60, *, model=None, parts=1, data=batch, scaler=None, lr=0.1, **options):
+    model = model or mlp()
+    optimizer = sgd(model, lr)
+    perturber = steppe.attach(model, optimizer, method, scaler=scaler, **options)
+    for step in range(steps):
+        x, y = data(step % 5)
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = loss_fn(model(xs), ys) / parts
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return model, perturber
+
+
+def steering_of(perturber):
+    (state,) = perturber.state_dict()["states"]
+    return state["steering"][0]
+
+
+def test_it_is_measured_and_shown():
+    _, perturber = train(steppe.rwp(rise=STEADY), 150)
+    stats = perturber.stats()
+    assert stats["rise"] == 0.05
+    assert stats["ramp"] == 1
+    assert stats["measured_rise"] == pytest.approx(0.05, rel=0.4)
+    assert stats["displacement"] == pytest.approx(stats["ratio"], rel=1e-3)
+    assert "steered to a loss rise of 0.05 (ramp 1, measured 0.0" in repr(perturber)
+
+
+def test_rise_zero_is_the_run_without_steppe():
+    model, _ = train(steppe.rwp(rise=0))
+    plain = mlp()
+    optimizer = sgd(plain)
+    for step in range(60):
+        x, y = batch(step % 5)
+        loss_fn(plain(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert equal(weights_of(model), weights_of(plain))
+
+
+def test_accumulation_gives_the_same_r():
+    found = [steering_of(train(steppe.rwp(rise=STEADY), parts=parts)[1]) for parts in (1, 4)]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+
+
+def test_a_scaler_gives_the_same_r():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=10**6)
+    for method in (steppe.rwp(rise=0.05), steppe.arwp(rise=STEADY)):
+        found = [steering_of(train(method, scaler=s)[1]) for s in (None, scaler)]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+
+
+def test_a_scaler_that_was_not_announced_is_refused():
+    model = mlp()
+    optimizer = sgd(model)
+    steppe.attach(model, optimizer, steppe.rwp(rise=0.05))
+    scaler = torch.amp.GradScaler("cpu")
+    true = weights_of(model)
+    scaler.scale(loss_fn(model(batch()[0]), batch()[1])).backward()
+    with pytest.raises(RuntimeError, match=r"attach\(\.\.\., scaler=scaler\)"):
+        scaler.step(optimizer)
+    assert equal(true, weights_of(model))
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, y):
+        logits = self.net(x)
+        return {"loss": loss_fn(logits, y), "logits": logits}
+
+
+def test_a_model_that_returns_its_loss_too_gives_the_same_r():
+    _, plain = train(steppe.rwp(rise=0.05))
+    model = WithLoss()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=0.05))
+    for step in range(60):
+        model(*batch(step % 5))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(steering_of(plain), steering_of(perturber))
+
+
+@pytest.mark.parametrize("explicit", ["backward", "passes"])
+def test_explicit_passes_give_the_same_r(explicit):
+    _, plain = train(steppe.rwp(rise=0.05))
+    model = mlp()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=0.05))
+    for step in range(60):
+        x, y = batch(step % 5)
+        if explicit == "backward":
+            perturber.backward(lambda: loss_fn(model(x), y))
+        else:
+            for run in perturber.passes():
+                with run:
+                    loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(steering_of(plain), steering_of(perturber))
+
+
+def test_the_passes_of_a_mixed_method_give_one_r_however_they_run():
+    """Over micro-batches, where half of a step is clean, and from a loss and two batches."""
+    method = steppe.m_rwp(rise=STEADY, lam=0.3)
+    model = mlp()
+    optimizer = sgd(model)
+    by_hooks = steppe.attach(model, optimizer, method)
+    other = mlp()
+    other_optimizer = sgd(other)
+    by_hand = steppe.attach(other, other_optimizer, method)
+    for step in range(40):
+        batches = [batch(2 * step), batch(2 * step + 1)]
+        for x, y in batches:
+            (loss_fn(model(x), y) / 2).backward()
+        by_hand.backward(lambda x, y: loss_fn(other(x), y), *batches)
+        for each in (optimizer, other_optimizer):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(steering_of(by_hooks), steering_of(by_hand), rtol=1e-3, atol=1e-6)
+
+
+def test_a_probe_measures_the_rise_directly():
+    """Of a quadratic loss the meter's half is the rise itself."""
+    model = nn.Linear(20, 1, bias=False, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=steppe.constant(0.02)))
+    x = torch.randn(64, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = model(x).detach()
+    for _ in range(400):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    probe = perturber.probe(lambda: (model(x) - y).square().mean(), samples=400)
+    assert probe.rise == pytest.approx(perturber.stats()["measured_rise"], rel=0.25)
+
+
+def test_batchnorm_fits_the_true_weights_without_a_call():
+    """Statistics come from rest steps alone: strong noise does not shift them. (With learning rate 0
+    those of all steps belong to the same weights.)"""
+
+    def statistics(model):
+        return torch.cat([b for name, b in model.named_buffers() if "running" in name])
+
+    method = steppe.rwp(rise=steppe.constant(1.0))
+    model, perturber = train(method, 81, model=conv(), data=images, lr=0.0)
+    assert perturber.stats()["displacement"] > 0.1
+    found = statistics(model).clone()
+    shifted = statistics(train(steppe.rwp(ratio=0.3), 81, model=conv(), data=images, lr=0.0)[0])
+    steppe.recompute_norm_stats(model, [images(k) for k in range(5)])
+    error, other = ((s - statistics(model)).norm() for s in (found, shifted))
+    assert float(error) < 0.1 * float(statistics(model).norm())
+    assert float(error) < 0.5 * float(other)
+
+
+def test_sam_takes_the_rho_that_raises_the_loss_by_the_rise():
+    model = mlp(dtype=torch.float64)
+    optimizer = sgd(model)
+    x, y = batch(dtype=torch.float64)
+    grads = torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
+    size = torch.stack([g.square().sum() for g in grads]).sum()
+    true, seen = weights_of(model), []
+    perturber = steppe.attach(model, optimizer, steppe.sam(rise=steppe.constant(0.01)))
+
+    def loss_of():
+        seen.append(weights_of(model))
+        return loss_fn(model(x), y)
+
+    perturber.backward(loss_of)
+    eps = [a - b for a, b in zip(seen[1], true, strict=True)]
+    wanted = [0.01 * g / size for g in grads]
+    for a, b in zip(eps, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_arwp_shapes_the_noise_whatever_the_unit_of_the_loss():
+    """The history is relative to its mean: a loss times 1000 leaves the factors alone."""
+    spreads = []
+    for unit in (1.0, 1000.0):
+        method = steppe.arwp(rise=steppe.constant(0.05 * unit))
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / unit)
+        perturber = steppe.attach(model, optimizer, method)
+        for step in range(20):
+            x, y = batch(step, dtype=torch.float64)
+            (unit * loss_fn(model(x), y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (noise,) = (p.perturbation for p in method.passes)
+        spreads.append(noise.factor(perturber.state_dict()["states"][0]))
+    torch.testing.assert_close(*spreads, rtol=1e-6, atol=1e-9)
+    assert float(spreads[0].max() / spreads[0].min()) > 1.5
+
+
+def test_an_optimizer_with_steps_behind_it_is_warned_of():
+    model = mlp()
+    optimizer = sgd(model)
+    loss_fn(model(batch()[0]), batch()[1]).backward()
+    optimizer.step()
+    steppe.attach(model, optimizer, steppe.rwp(rise=0.05))
+    with pytest.warns(UserWarning, match="taken steps before steppe was attached"):
+        model(batch()[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: steppe.rwp(0.1, rise=0.05),
+        lambda: steppe.rwp(ratio=0.1, rise=0.05),
+        lambda: steppe.sam(0.1, rise=0.05),
+        lambda: steppe.lpf_sgd(),
+    ],
+)
+def test_not_one_strength_is_refused(make):
+    with pytest.raises(ValueError, match="Give one strength"):
+        make()
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_a_bad_rise_is_refused(value):
+    with pytest.raises(ValueError, match="rise must be finite and at least 0"):
+        steppe.rwp(rise=value)

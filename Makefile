@@ -35,7 +35,7 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, look at their mini
 demo-%: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)
 
-BENCHMARKS := step scaling memory parallel imports data convolution analysis
+BENCHMARKS := step scaling launches memory parallel imports data convolution analysis
 
 test: lint types unit  ## lint, types and tests
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "data": ["data.py", "--quick"],
     "convolution": ["convolution.py", "--quick"],
     "scaling": ["scaling.py", "--quick"],
+    "launches": ["launches.py", "--quick"],
     "imports": ["imports.py", "--quick"],
     "analysis": ["analysis.py", "--quick"],
 }

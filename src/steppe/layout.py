@@ -4,8 +4,7 @@ A filter is a slice along dimension 0 of a parameter with two or more dimensions
 parameter is one filter. Per device and dtype, filters are sorted by their length, so that all filters
 of one length are one matrix and a step needs a few operations per length instead of per parameter.
 
-Noise belongs to places in the *full* parameters: a block of it is a run of whole filters in that order,
-whatever part of them is frozen or on another rank.
+Noise belongs to places in the full parameters: a block of it is a run of whole filters in that order.
 """
 
 from __future__ import annotations
@@ -183,8 +182,8 @@ class Block:
         runs = self.runs = runs_of([(part.rows, part.member.length) for part in parts])
         self.counts, start = [rows for rows, _ in runs], parts[0].begin
         self.rows = slice(first_row, first_row + sum(self.counts))
-        self.place = slice(start, start + sum(math.prod(run) for run in runs))
-        self.size = self.place.stop - start
+        self.size = sum(math.prod(run) for run in runs)
+        self.place = slice(start, start + self.size)
         self.true = matrices(backup[self.place], runs)
         self.targets = [part.of(part.member.values) for part in parts]
         self.odd = frozenset(n for n, part in enumerate(parts) if not part.member.regular)
@@ -211,8 +210,7 @@ class Scratch:
     """Memory for a block, with its views by parameter and by length of filters."""
 
     def __init__(self, block: Block, dtype: torch.dtype) -> None:
-        self._block = block
-        self.flat = block.targets[0].new_empty(block.size, dtype=dtype)
+        self._block, self.flat = block, block.targets[0].new_empty(block.size, dtype=dtype)
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -264,7 +262,7 @@ class Flat:
     def values_now(self) -> list[Tensor]:
         """Where the values are now, after somebody rebound a parameter."""
         pairs = ((p.values, m.values) for p, m in self.members.items())
-        return [now if now.shape == then.shape else then for now, then in pairs]
+        return [now if now.shape == old.shape else old for now, old in pairs]
 
     def scratch(self, block: Block) -> Scratch:
         """Memory for a block. Where there is only one block, its views are made once."""

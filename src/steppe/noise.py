@@ -23,6 +23,9 @@ T = TypeVar("T")
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
+VERSION = 2
+"""Raised when a seed comes to mean other noise."""
+
 CPU_BLOCK = 2**15
 """Weights per block on the CPU: torch works serially up to this size, so blocks drawn by several
 threads do not fight over torch's own threads, and a block stays in the cache until it is used."""

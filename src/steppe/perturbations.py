@@ -74,10 +74,7 @@ class Perturbation(ABC):
         raise self._missing(f"collect(): {_SEVERAL}")
 
     def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
-        """`collect` for the gradients of a whole pass, one (or None) for each of `weights.params`.
-
-        `noted` are the notes of the step's passes before, empty in the first.
-        """
+        """`collect` for each of `weights.params`, with the notes (none in the first) of passes before."""
         pairs = zip(grads, noted or [None] * len(grads), strict=True)
         return [old if grad is None else self.collect(grad, old) for grad, old in pairs]
 
@@ -181,6 +178,8 @@ class AdaptiveGaussian(Gaussian):
         return squared if noted is None else noted + squared
 
     def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+        if weights.shards.several:  # gradients of single passes are whole there, not sharded
+            return super().collect_all(weights, grads, noted)
         return added(noted, weights.per_parameter(weights.filter_norms(grads).square()))
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:

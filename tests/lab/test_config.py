@@ -47,6 +47,13 @@ def test_a_wrong_setting_says_what_and_what_next(given, said):
     assert said in str(error.value)
 
 
+def test_identity_has_the_version_of_the_noise(monkeypatch):
+    before, experiment = Config().identity, Config().experiment
+    monkeypatch.setattr("steppe.noise.VERSION", 99)
+    assert Config().identity != before
+    assert Config().experiment == experiment
+
+
 def test_identity_is_of_what_decides_the_weights():
     base = Config(epochs=30)
     assert base.identity == Config(epochs=30.0, root="/elsewhere", workers=4, keep=9).identity

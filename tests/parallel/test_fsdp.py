@@ -164,6 +164,27 @@ def test_the_noise_does_not_depend_on_the_number_of_shards():
             assert_close(expected, found, 1e-14)
 
 
+def measured_on(rank):
+    """<eps, g> for gradients that are sharded, and notes of gradients that are whole."""
+    world = torch.distributed.get_world_size()
+    model = Net() if world == 1 else sharded(init_device_mesh("cpu", (world,)), "columns")
+    perturber = steppe.attach(model, sgd(model), steppe.arwp(0.05))
+    weights, noise = perturber._engine.weights, perturber.method.passes[0].perturbation
+    loss_fn(model(data(0)[0]), data(0)[1]).backward()
+    grads = [p.grad for p in model.parameters()]
+    perturber._engine.move(0, Draw(7, 3))
+    slope = weights.dot_eps(grads)
+    perturber.restore()
+    return slope, noise.collect_all(weights, full(grads), [])
+
+
+def test_the_slope_along_eps_and_notes_do_not_depend_on_the_number_of_shards():
+    ((slope, notes),) = run(1, measured_on)
+    assert slope != 0
+    for found, noted in run(3, measured_on):
+        assert_close([slope, *notes], [found, *noted])
+
+
 def looks_alone(rank):
     """Only rank 0 prints and asks for statistics, as people do."""
     model = sharded(init_device_mesh("cpu", (2,)))

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Suppress
 
+from steppe import noise
 from steppe.lab.coercion import coerce, field_types
 from steppe.lab.errors import LabError, unknown
 
@@ -149,7 +150,7 @@ class Config:
     @property
     def identity(self) -> str:
         """Runs with the same identity end with the same weights, bit for bit."""
-        return _digest(self, without=OUTSIDE)
+        return _digest(self, without=OUTSIDE, noise=noise.VERSION)
 
     @property
     def experiment(self) -> str:
@@ -239,6 +240,6 @@ def _parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def _digest(config: Config, *, without: set[str]) -> str:
-    kept = {name: value for name, value in config.to_dict().items() if name not in without}
+def _digest(config: Config, *, without: set[str], **more: int) -> str:
+    kept = {name: value for name, value in config.to_dict().items() if name not in without} | more
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,191 @@
+"""How many operations a method adds to a step, which on a GPU are kernel launches; and what they cost.
+
+    python benchmarks/launches.py [--rounds 200] [--counts-only] [--quick] [--out FILE]
+
+Counts: transformers of 6, 12 and 48 layers and ResNet-18 train on the `meta` device, which has neither
+values nor a clock but the block sizes of a GPU. Counted is every operation that reaches a device, views and
+`empty` left out, beyond the method's forwards and backwards and SGD's own step. A foreach operation counts
+once; on a GPU it is one launch for about every 64 tensors. Bars: no growth with depth, at most 65 for each
+perturbed pass of a transformer and 95 for ResNet-18.
+
+Times: whole steps on the CPU where operations are all there is, a transformer of 12 layers and width 8 and a
+small MLP, one thread, methods in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import steppe
+from steppe.lab import models
+
+METHODS = {
+    "RWP": steppe.rwp(0.01),
+    "ARWP": steppe.arwp(0.01),
+    "ARWP, element-wise": steppe.arwp(0.01, elementwise=True),
+    "m-RWP": steppe.m_rwp(0.015),
+    "m-ARWP": steppe.m_arwp(0.015),
+    "m-ARWP, element-wise": steppe.m_arwp(0.015, elementwise=True),
+    "SAM": steppe.sam(0.05),
+    "ASAM": steppe.asam(0.5),
+    "MSAM": steppe.msam(3.0),
+    "LPF-SGD": steppe.lpf_sgd(0.01, samples=2),
+    "antithetic RWP": steppe.antithetic_rwp(0.01),
+}
+DEPTHS = (6, 12, 48)
+BARS = {"transformer": 65, "resnet18": 95}
+TIME_BARS = {
+    "transformer": {"RWP": 1.2, "ARWP": 1.25, "MSAM": 1.2, "SAM": 2.1, "m-ARWP": 2.25},
+    "mlp": {"RWP": 1.9},
+}
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int, width: int = 8) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(16, width)
+        self.layers = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.head(self.layers(self.embedding(tokens))).transpose(1, 2)
+        return output
+
+
+class Bench:
+    """A network, its optimizer and one batch."""
+
+    def __init__(self, net: str, device: str = "cpu", layers: int = 12) -> None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            if net == "transformer":
+                self.model: nn.Module = Transformer(layers)
+                self.x = torch.randint(0, 16, (4, 6))
+                self.y = torch.randint(0, 16, (4, 6))
+            else:
+                shape = (3, 32, 32) if net == "resnet18" else (1, 8, 8)
+                self.model = models.build(net, classes=10, shape=shape)
+                self.x = torch.randn(64, *shape)
+                self.y = torch.randint(0, 10, (64,))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        x, y = batch or (self.x, self.y)
+        return nn.functional.cross_entropy(self.model(x), y)
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def plain_step(self) -> None:
+        self.backward()
+        self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step_with(self, method: steppe.Method) -> Callable[[], None]:
+        perturber = steppe.attach(self.model, self.optimizer, method)
+        batches = [(self.x, self.y)] * method.batches_needed
+
+        def step() -> None:
+            perturber.backward(self.loss, *batches)
+            self.update()
+
+        return step
+
+
+class Operations(TorchDispatchMode):
+    """Counts what reaches a device; views and `empty` do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        returns = func._schema.returns
+        view = bool(returns) and returns[0].alias_info and not returns[0].alias_info.is_write
+        if not view and "empty" not in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def operations(call: Callable[[], object]) -> list[str]:
+    with Operations() as counted:
+        call()
+    return counted.names
+
+
+@cache
+def of_training(net: str, layers: int, device: str) -> tuple[int, int]:
+    """Operations of a forward and backward, and of SGD's step."""
+    plain = Bench(net, device, layers)
+    plain.plain_step()
+    return len(operations(plain.backward)), len(operations(plain.update))
+
+
+def added(method: steppe.Method, net: str, layers: int = 12, device: str = "meta") -> float:
+    """Operations for each perturbed pass beyond forwards, backwards and the optimizer's step."""
+    gradient, update = of_training(net, layers, device)
+    step = Bench(net, device, layers).step_with(method)
+    for _ in range(2):  # the first steps allocate and look closely
+        step()
+    extra = len(operations(step)) - len(method.passes) * gradient - update
+    return extra / sum(p.perturbation is not None for p in method.passes)
+
+
+def counts(depths: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    nets = {f"transformer, {depth} layers": ("transformer", depth) for depth in depths}
+    nets["ResNet-18"] = ("resnet18", 0)
+    print(f"{'operations for each perturbed pass':36}" + "".join(f"{name:>24}" for name in nets))
+    for name, method in METHODS.items():
+        found[name] = {key: added(method, net, depth) for key, (net, depth) in nets.items()}
+        print(f"{name:36}" + "".join(f"{value:>24.1f}" for value in found[name].values()))
+    return found
+
+
+def times(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    found = {}
+    for net, bars in TIME_BARS.items():
+        steps: dict[str, Callable[[], object]] = {"SGD": Bench(net).plain_step}
+        steps |= {name: Bench(net).step_with(method) for name, method in METHODS.items()}
+        taken = measure.in_turns(steps, rounds)
+        found[net] = {name: measure.summary(values) for name, values in taken.items()}
+        base = found[net]["SGD"]["median"]
+        print(f"\n{net}, ms a step, n = {rounds}")
+        for name, s in found[net].items():
+            bar = f"  (bar {bars[name]})" if name in bars else ""
+            print(f"{name:28}{s['median']:>9.3f}{s['median'] / base:>8.3f} x SGD{bar}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--counts-only", action="store_true", help="load does not matter to them")
+    parser.add_argument("--quick", action="store_true", help="two depths, two rounds")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    crowded = not arguments.counts_only and measure.busy()
+    result: dict[str, Any] = {"bars": BARS, "time_bars": TIME_BARS}
+    result["counts"] = counts(DEPTHS[:2] if arguments.quick else DEPTHS)
+    if not arguments.counts_only:
+        result["times"] = times(2 if arguments.quick else arguments.rounds)
+    measure.publish("launches", result, arguments.out, crowded)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steppe.lab import Config, LabError, compare, engines, sweep
-from steppe.lab.commands import parse
+from steppe.lab.command_line import parse
 from steppe.lab.engines import Local, Processes, chosen, divided
 from steppe.lab.problems import Sources
 from steppe.lab.ray_engine import Ray

@@ -74,7 +74,7 @@ def test_default_strength_follows_the_model_and_rises():
     mlp = nn.Sequential(nn.Linear(4, 4))
     vit = build("small-vit", classes=10, shape=(1, 8, 8))
     for name in ("rwp", "arwp", "m-rwp", "m-arwp"):
-        own = METHODS[name]()
+        own = getattr(steppe, name.replace("-", "_"))()
         for model in (mlp, vit):
             expected = noise(own.for_model(model)).ratio
             assert parse(name).strength_for(model) == ("ratio", expected)

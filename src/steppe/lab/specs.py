@@ -6,27 +6,21 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 import steppe
 from steppe.lab.coercion import coerce, field_types, literal
 from steppe.lab.config import Config, Value
 from steppe.lab.errors import LabError, unknown
 
-METHODS: dict[str, Callable[..., steppe.Method]] = {
-    "sgd": steppe.sgd,
-    "sam": steppe.sam,
-    "rwp": steppe.rwp,
-    "arwp": steppe.arwp,
-    "m-rwp": steppe.m_rwp,
-    "m-arwp": steppe.m_arwp,
-    "asam": steppe.asam,
-    "lpf-sgd": steppe.lpf_sgd,
-    "antithetic-rwp": steppe.antithetic_rwp,
-    "msam": steppe.msam,
-}
+if TYPE_CHECKING:
+    from torch import nn
+
+METHODS = (
+    *("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp"),
+    *("asam", "lpf-sgd", "antithetic-rwp", "msam"),
+)
+"""The functions of `steppe` that make methods, with hyphens."""
 PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
 """The six methods of the paper's tables."""
 
@@ -34,7 +28,7 @@ STRENGTHS = ("sigma", "ratio", "rho")
 SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
     "cosine": lambda end: steppe.cosine_increase(0, end),
     "linear": lambda end: steppe.linear(0, end),
-    "constant": steppe.constant,
+    "constant": lambda end: steppe.constant(end),
 }
 INCREASING = ("rwp", "arwp")
 """Methods whose strength rises over training in the paper, and so by default here."""
@@ -116,7 +110,7 @@ class Spec:
     def _make(self, options: Mapping[str, Any]) -> steppe.Method:
         arguments = {name: value for name, value in options.items() if name != "schedule"}
         try:
-            return METHODS[self.name](**arguments)
+            return _function(self.name)(**arguments)
         except (TypeError, ValueError) as error:
             raise LabError(f"{self}: {error}") from error
 
@@ -125,6 +119,11 @@ def parse(text: str) -> Spec:
     """A spec from `name` or `name:option=value,…`; options that are config fields change those."""
     name, _, rest = text.strip().partition(":")
     name = name.strip().lower().replace("_", "-")
+    if name in ("adam", "adamw"):
+        raise LabError(
+            f"{name} is an optimizer: --optimizer {name} (in Python, optimizer={name!r} in the "
+            "config) trains every method with it, and the baseline is then called by its name."
+        )
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     options: dict[str, Value] = {}
@@ -142,7 +141,8 @@ def parse(text: str) -> Spec:
         else:
             raise unknown(f"option of {name}", key, option_names(name))
     spec = Spec(name, options, fields)
-    spec.build(steps=1)  # the method itself checks its values
+    if name != "sgd":  # which has nothing to check, and `--help` must not wait for torch
+        spec.build(steps=1)  # the method itself checks its values
     return spec
 
 
@@ -154,7 +154,7 @@ def adapted(base: Spec, given: Spec) -> Spec:
 
 def option_names(name: str) -> list[str]:
     """The options a method takes on the command line."""
-    names = list(inspect.signature(METHODS[name]).parameters)
+    names = list(inspect.signature(_function(name)).parameters)
     return [*names, "schedule"] if any(word in names for word in STRENGTHS) else names
 
 
@@ -169,6 +169,11 @@ def label(spec: Spec, optimizer: str = "sgd") -> str:
     extra = {**spec.options, **spec.fields}
     shown = [f"{key} {_write(value)}" for key, value in extra.items() if key not in STRENGTHS]
     return f"{base} ({', '.join(shown)})" if shown else base
+
+
+def _function(name: str) -> Callable[..., steppe.Method]:
+    function: Callable[..., steppe.Method] = getattr(steppe, name.replace("-", "_"))
+    return function
 
 
 def _write(value: object) -> str:

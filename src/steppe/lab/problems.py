@@ -16,13 +16,11 @@ from steppe.lab.data import Data
 from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
 from steppe.lab.errors import LabError, explained
 from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
-from steppe.lab.naming import user_function
+from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
 from steppe.lab.tasks import Task
 
 ModelFn = Callable[[], nn.Module]
-GIVEN = "given:"
-"""Prefix of names of data, models and tasks that came as Python objects."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,13 @@ def named(config: Config, sources: Sources) -> Config:
         changes["task"] = GIVEN + sources.task.name
         code.append(sources.task.loss)
     for name in (config.data, config.model, config.task):
-        if name and _is_user_code(name):
+        if name and names_function(name):
             with explained(name):
                 code.append(user_function(name))
     fingerprint = source_fingerprint(*code) if code else ""
+    if sources.data is None:
+        changes["data"] = datasets.located(config.data)
+        fingerprint += datasets.content_fingerprint(changes["data"])
     if isinstance(sources.data, Data):
         fingerprint += data_fingerprint(sources.data)
     if config.init is not None:
@@ -98,6 +99,9 @@ def load_data(config: Config, sources: Sources) -> Data:
         if sources.data is not None:
             given = sources.data if isinstance(sources.data, Data) else sources.data(seed)
             return _prepared(given, config, seed)
+        options = dict(config.data_options)
+        if datasets.is_table(config.data) and config.task in ("classification", "regression"):
+            options.setdefault("task", config.task)
         return datasets.load(
             config.data,
             root=None if config.root is None else Path(config.root),
@@ -106,7 +110,7 @@ def load_data(config: Config, sources: Sources) -> Data:
             label_noise=config.label_noise,
             augment=config.augment,
             validation=config.validation,
-            **config.data_options,
+            **options,
         )
 
 
@@ -155,13 +159,3 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
             f"classes. Build the model with {data.classes} outputs."
         )
     task.measure(outputs, y)
-
-
-def shown_name(name: str) -> str:
-    """A data set's or model's name as tables show it."""
-    return name.removeprefix(GIVEN).replace("<lambda>", "own model")
-
-
-def _is_user_code(name: str) -> bool:
-    prefix, colon, _ = name.partition(":")
-    return bool(colon) and prefix not in ("torchvision", "timm", GIVEN[:-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from steppe.lab.problems import shown_name
+from steppe.lab.naming import shown_name
 from steppe.lab.statistics import ENOUGH, Difference, mean_std, mean_words
 from steppe.lab.tables import Table, join_words, signed
 

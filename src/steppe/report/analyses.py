@@ -20,7 +20,8 @@ from steppe.analysis import Problem, Result
 from steppe.analysis.problem import BatchNormMode
 from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
-from steppe.lab.problems import GIVEN, Sources, load_problem
+from steppe.lab.naming import GIVEN
+from steppe.lab.problems import Sources, load_problem
 from steppe.lab.runs import Run
 
 FOLDER = "analysis"

@@ -156,6 +156,8 @@ def test_compare_writes_every_form(capsys, tmp_path):
     assert out.startswith("digits (400 training images")
     assert "SGD (lr 0.01)" in out
     assert "[1/6] sgd seed 0: finished" in said
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "6 runs in runs (`steppe runs` lists them)\nnext: steppe report a/b.json -o" in said
     content = json.loads((tmp_path / "a/b.json").read_text())
     assert [row["spec"] for row in content["rows"]] == ["sgd", "sam:rho=0.2", "sgd:lr=0.01"]
     assert (tmp_path / "b.md").read_text().count("|---|") == 1
@@ -165,6 +167,14 @@ def test_compare_writes_every_form(capsys, tmp_path):
     rows = json.loads(liked)["rows"]
     assert [row["spec"] for row in rows] == ["sgd", "sam:rho=0.2", "sgd:lr=0.01"]
     assert rows[0]["runs"][0]["config"]["label_noise"] == 0
+
+
+def test_compare_says_what_to_do_next_without_a_file(capsys):
+    quick = ["sgd", "--seeds", "1", "--jobs", "1", *QUICK, "--store", "my runs"]
+    _, said = steppe_says(capsys, "compare", *quick)
+    assert "1 run in my runs" in said
+    assert "next: add --out mine.json (finished runs are reused), then" in said
+    assert "steppe report mine.json --store 'my runs' -o report.html" in said
 
 
 def test_a_recipe_gives_its_strengths_to_bare_methods(capsys):
@@ -198,7 +208,10 @@ def test_sweep(capsys):
 
 
 def test_tables_and_data(capsys):
-    assert "96.68 ± 0.13" in steppe_says(capsys, "table", "cifar")[0]
+    shown = steppe_says(capsys, "table", "cifar")[0]
+    assert "96.68 ± 0.13" in shown
+    assert "These are the paper's numbers alone: the store runs has no finished run" in shown
+    assert "ours" not in shown
     assert "| 76.62 |" in steppe_says(capsys, "table", "overview", "--format", "markdown")[0]
     assert "digits" in steppe_says(capsys, "data")[0]
     assert "digits" in steppe_says(capsys, "data", "verify", "digits")[0]

@@ -22,7 +22,7 @@ from steppe.lab.recipes import recipe
 from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import PAPER
 from steppe.lab.specs import parse as parse_spec
-from steppe.lab.tables import wrapped
+from steppe.lab.tables import terminal_width
 from steppe.lab.tuning import Tune
 
 # What trains is imported where it is used: `--help` must not wait for torch.
@@ -154,7 +154,8 @@ class Running:
 
     def next_steps(self, runs: int) -> None:
         """Where the runs are, and what can be done with them."""
-        logger.info("\n%d runs in %s (`steppe runs` lists them)", runs, self.store)
+        number = "1 run" if runs == 1 else f"{runs} runs"
+        logger.info("\n%s in %s (`steppe runs` lists them)", number, self.store)
         store = "" if self.store == DEFAULT_STORE else f" --store {shlex.quote(str(self.store))}"
         file = next((str(file) for file in self.out if file.suffix == ".json"), None)
         if file is None:
@@ -290,7 +291,7 @@ class SweepGrid:
 def _rendered(result: Comparison | Sweep, shape: Shape, *, to_terminal: bool = False) -> str:
     if shape == "json":
         return json.dumps(result.to_dict(), indent=2)
-    return wrapped(result.table(shape)) if to_terminal and shape == "text" else result.table(shape)
+    return result.table(shape, terminal_width() if to_terminal else None)
 
 
 def _write(text: str) -> None:

@@ -207,6 +207,19 @@ def from_dict(values: Mapping[str, object]) -> Config:
     return Config().override(values)
 
 
+def as_config(given: Config | Mapping[str, object] | None) -> Config:
+    """A config from a `Config`, a mapping of its fields, or nothing.
+
+    >>> as_config({"epochs": 3, "data_options.target": "price"}).data_options
+    {'target': 'price'}
+    """
+    if given is None or isinstance(given, Config):
+        return given or Config()
+    if not isinstance(given, Mapping):
+        raise LabError(f"config must be a Config or a mapping, got {type(given).__name__}.")
+    return from_dict(given)
+
+
 def read_config(file: Path) -> Config:
     """A config from a TOML or JSON file; a run's own config.json repeats it."""
     try:

@@ -12,7 +12,7 @@ from steppe.lab.config import Config
 from steppe.lab.engines import Crew, End, Engine, Local, Then, named, trained
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
-from steppe.lab.progress import Display, display
+from steppe.lab.progress import Display, Progress, display
 from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.specs import parse
@@ -54,7 +54,7 @@ def run_all(
     *,
     processes: int = 1,
     engine: Engine | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
     title: str = "all runs",
     show: Display | None = None,
     keep: Keep | None = None,

@@ -15,7 +15,7 @@ from steppe.lab.errors import LabError, explained
 from steppe.lab.options import Maybe, Words
 from steppe.lab.recipes import PAPER, RECIPES, recipe
 from steppe.lab.runs import DEFAULT_STORE, Run, Store, to_csv
-from steppe.lab.tables import Format, Table, wrapped
+from steppe.lab.tables import Format, Table, terminal_width
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class PaperTable:
     def run(self) -> None:
         from steppe.lab import reproduction
 
-        table = reproduction.table(self.name, self.store).render(self.format)
-        _write(wrapped(table) if self.format == "text" else table)
+        table = reproduction.table(self.name, self.store)
+        _write(table.render(self.format, terminal_width()))
 
 
 @dataclass(frozen=True)

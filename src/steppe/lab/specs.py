@@ -146,6 +146,79 @@ def parse(text: str) -> Spec:
     return spec
 
 
+def as_spec(method: str | Spec | steppe.Method) -> Spec:
+    """The spec of a method given as text or as an object, `steppe.arwp(ratio=0.6)`.
+
+    An object with a strength of its own keeps it as `attach` would: a number is constant, a
+    schedule of steppe's without a length gets that of the training. Without a strength it is the
+    method by name.
+
+    >>> str(as_spec(steppe.m_rwp(ratio=0.9, lam=0.3))), str(as_spec(steppe.arwp()))
+    ('m-rwp:ratio=0.9,lam=0.3', 'arwp')
+    """
+    if isinstance(method, Spec):
+        return method
+    if isinstance(method, str):
+        return parse(method)
+    if not isinstance(method, steppe.Method):
+        raise LabError(
+            'a method is a text such as "arwp:ratio=.6" or an object such as steppe.arwp(), got '
+            f"{getattr(method, '__name__', type(method).__name__)}."
+        )
+    name = method.name.replace("_", "-")
+    if name in METHODS:
+        spec, same = _described(name, method)
+        if same == method:
+            return spec
+    raise LabError(
+        f"{method.name} cannot be trained by the lab, which makes the methods that steppe's functions "
+        "make, with numbers, linear, cosine_increase or constant as strengths. Train a method of "
+        "your own in your own loop: steppe.attach."
+    )
+
+
+def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
+    """The spec that says what can be read off a method, and the method that its values make."""
+    noisy = next((each for each in method.passes if each.perturbation), method.passes[0])
+    values: dict[str, Any] = {
+        "lam": noisy.weight,
+        "same_batch": method.feed == "one",
+        "m": method.m,
+        "samples": len(method.passes),
+        "elementwise": type(noisy.perturbation).__name__ == "ElementwiseGaussian",
+    }
+    written: dict[str, Value] = {}
+    exact: dict[str, Any] = {}
+    for key, parameter in inspect.signature(_function(name)).parameters.items():
+        value = values.get(key, getattr(noisy.perturbation, key, None))
+        if value == parameter.default or (key in STRENGTHS and method.defaults is not None):
+            continue
+        exact[key] = value
+        if key in STRENGTHS:
+            value, shape = _strength_and_shape(value)
+            if shape != Spec(name).shape:
+                written["schedule"] = shape
+        written[key] = value
+    strength_first = dict(sorted(written.items(), key=lambda item: item[0] not in STRENGTHS))
+    return Spec(name, strength_first), _function(name)(**exact)
+
+
+def _strength_and_shape(strength: Any) -> tuple[Value, str]:
+    """`(0.01, "cosine")` of cosine_increase(0, 0.01)."""
+    shapes = {"CosineIncrease": "cosine", "Linear": "linear", "Constant": "constant"}
+    shape = shapes.get(type(strength).__name__)
+    if shape is None and not callable(strength):
+        return strength, "constant"
+    if shape == "constant":
+        return strength.value, shape
+    if shape is None or strength.start != 0 or strength.steps is not None:
+        raise LabError(
+            f"{strength}: in the lab a strength is a number, or linear(0, end) or "
+            "cosine_increase(0, end) over the whole training, without steps."
+        )
+    return strength.end, shape
+
+
 def adapted(base: Spec, given: Spec) -> Spec:
     """A recipe's spec with the options of the given one, a given strength replacing the recipe's."""
     combined = base.with_options(**given.options)

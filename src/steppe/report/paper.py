@@ -188,7 +188,8 @@ class PaperFigure:
 
 
 def _labelled(row: Row) -> str:
-    return f"{row.label} ({row.strength})" if row.strength else row.label
+    named = row.strength and row.strength not in row.label
+    return f"{row.label} ({row.strength})" if named else row.label
 
 
 def _same(group: Group, experiment: str) -> bool:

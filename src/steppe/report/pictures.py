@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +20,18 @@ from steppe.analysis import (
 )
 from steppe.lab.errors import LabError
 from steppe.lab.runs import DEFAULT_STORE, Run
+from steppe.lab.sentences import NAMES
 from steppe.lab.specs import label, parse
 from steppe.report import figures
 from steppe.report.analyses import FOLDER, Stored, load
 from steppe.report.canvas import COLOURS, line_style, named, panels, save_figure
+from steppe.report.sections import interval
 from steppe.report.subjects import find_comparison, find_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from steppe.lab.comparison import Comparison
 
 logger = logging.getLogger("steppe")
 
@@ -90,6 +95,37 @@ def sharpness_figure(results: Mapping[str, Sharpness]) -> Figure:
     axis.set_ylabel("rise of the loss")
     kind = f"{first.case} case{', adaptive' if first.adaptive else ''}"
     axis.set_title(f"{kind}, rho {first.rho:g}, m = {first.m}", fontsize="medium")
+    return figure
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    """The metric of each method with its 95 % interval and seeds, and the paired differences."""
+    figure, axes = panels(2, width=4.4, columns=2)
+    rows, example = comparison.rows, comparison.example
+    places = range(len(rows), 0, -1)
+    for index, (place, row) in enumerate(zip(places, rows, strict=True)):
+        colour = COLOURS[index % len(COLOURS)]
+        low, mean, high = interval(row, example.metric)
+        spread = [[mean - low], [high - mean]] if math.isfinite(low) else None
+        axes[0].errorbar([mean], [place], xerr=spread, fmt="o", color=colour, capsize=4)
+        values = row.values("test", example.metric)
+        axes[0].plot(values, [place] * len(values), ".", color=colour, alpha=0.5)
+        found = row.difference
+        if found is not None and found.n:
+            significant = found.verdict in ("better", "worse")
+            wide = [[found.mean - found.low], [found.high - found.mean]] if found.n > 1 else None
+            face = colour if significant else "white"
+            axes[1].errorbar(
+                [found.mean], [place], xerr=wide, fmt="o", color=colour, mfc=face, capsize=4
+            )
+    axes[1].axvline(0, color="grey", linewidth=0.8)
+    way = "higher" if example.higher_is_better else "lower"
+    name = NAMES.get(example.metric, example.metric)
+    axes[0].set_xlabel(f"test {name} ({way} is better), 95 % interval")
+    axes[1].set_xlabel(f"minus {comparison.baseline.label}, Holm-corrected; filled: significant")
+    for axis, labels in ((axes[0], [row.label for row in rows]), (axes[1], [""] * len(rows))):
+        axis.set_yticks(list(places), labels)
+        axis.set_ylim(0.4, len(rows) + 0.6)
     return figure
 
 

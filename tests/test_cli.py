@@ -323,6 +323,9 @@ def test_as_processes_side_by_side_and_stopped(tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 130
-    assert "Stopped: 0 of 4 runs finished, the others are saved. The same command goes on." in said
+    assert (
+        "Stopped: 0 of 4 runs finished, the others are saved. The same command resumes them."
+        in said
+    )
     assert "Traceback" not in said
     assert list(tmp_path.glob("runs/*/checkpoints/step-*.pt"))

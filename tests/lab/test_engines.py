@@ -84,9 +84,9 @@ def test_mistakes():
         Ray(gpus_per_trial=1.5)
 
 
-def test_a_crew_has_no_more_processes_than_runs():
-    assert Local(1).crew(9, Sources(), None) is None
-    assert Local(8).crew(1, Sources(), None) is None
-    with Local(8).crew(2, Sources(), None) as crew:
-        assert isinstance(crew, Processes)
-        assert crew._pool._max_workers == 2
+def test_there_are_no_more_processes_than_runs():
+    assert Local(1).workers(9, Sources(), None) is None
+    assert Local(8).workers(1, Sources(), None) is None
+    with Local(8).workers(2, Sources(), None) as workers:
+        assert isinstance(workers, Processes)
+        assert workers._pool._max_workers == 2

@@ -89,7 +89,7 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
-    assert said.count("Go on with: steppe train --resume") == 1, said
+    assert said.count("Resume with: steppe train --resume") == 1, said
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "unfinished"
     reached = run.progress()
@@ -182,7 +182,9 @@ def test_parts_are_the_batch_and_weigh_as_many_samples_as_they_have():
 
 
 def test_what_cannot_be_laid_over_ranks_says_what_works():
-    with pytest.raises(LabError, match="m_arwp lays its 2 passes over the ranks, which 3 cannot"):
+    with pytest.raises(
+        LabError, match="m_arwp runs its 2 passes on different ranks, which 3 cannot"
+    ):
         check_ranks(parse("m-arwp").build(1), 3)
     check_ranks(parse("m-arwp").build(1), 4)
     check_ranks(parse("sam").build(1), 3)

@@ -168,7 +168,7 @@ def _scan(
     store: Checkpoint,
     bar: Progress,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss and accuracy at each of `total` points, going on from a checkpoint if there is one."""
+    """Loss and accuracy at each of `total` points, resuming from a checkpoint if there is one."""
 
     def row(index: int) -> Tensor:
         scanner.place(weights(index))

@@ -126,7 +126,7 @@ class Running:
         for name in ("address", "cpus_per_trial", "gpus_per_trial"):
             if getattr(self, name) is not None:
                 option = name.replace("_", "-")
-                raise LabError(f"--{option} is for Ray: add --engine ray, or leave it away.")
+                raise LabError(f"--{option} is for Ray: add --engine ray, or leave it out.")
         if self.jobs:
             return "local"
         alone = config.device.startswith("cuda") or world().several

@@ -75,7 +75,7 @@ class Spec:
         return None
 
     def strength_for(self, model: nn.Module | None) -> tuple[str, float] | None:
-        """The strength as given, or the default for this model; None for plain training."""
+        """The strength as given, or the default for this model; None for the baseline."""
         if self.strength is not None:
             return self.strength
         method = self._make(self.options)
@@ -232,7 +232,7 @@ def option_names(name: str) -> list[str]:
 
 
 def label(spec: Spec, optimizer: str = "sgd") -> str:
-    """How tables call the method, its strength apart; plain training goes by its optimizer's name.
+    """How tables call the method, its strength apart; the baseline goes by its optimizer's name.
 
     >>> label(parse("m-arwp:ratio=.9,lam=.3"))
     'm-ARWP (lam 0.3)'

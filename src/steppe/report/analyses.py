@@ -96,7 +96,7 @@ def is_stored(run: Run, name: str, request: Request) -> bool:
 
 
 def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result]) -> Stored:
-    """Do an analysis and keep it, going on from where an interrupted one with this request was.
+    """Do an analysis and keep it, resuming an interrupted one with this request.
 
     `work` is given the file for its checkpoint.
     """

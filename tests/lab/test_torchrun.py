@@ -60,7 +60,7 @@ def test_a_comparison_over_two_ranks_equals_one_process(tmp_path):
                        "--steps", "10", *OPTIONS, *files)  # fmt: skip
     assert result.returncode == 0, result.stderr
     words = " ".join(result.stdout.split())  # where lines break depends on the commit's name
-    assert words.count("1 thread(s) a run, on each of 2 ranks.") == 1, "one table, of rank 0"
+    assert words.count("1 thread per run, on each of 2 ranks.") == 1, "one table, of rank 0"
     found = {run.config.method: run for run in Store(tmp_path / "two").runs()}
     assert len(found) == len(json.loads((tmp_path / "table.json").read_text())["rows"]) == 3
     for method in ("sgd", "m-arwp"):  # SAM climbs on each rank by its own part of the batch
@@ -97,7 +97,7 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
 
     result = two_ranks("train", "--resume", run.folder)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(f"from step {reached}\n") == 1
+    assert result.stderr.count(f" at step {reached}\n") == 1
     assert result.stdout.count("80 steps") == 1
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "finished"

@@ -47,7 +47,7 @@ def test_digits_of_a_value_are_kept():
         ("rwp:sigma=.1,ratio=.1", "rwp:sigma=0.1,ratio=0.1"),
         ("rwp:ratio=.6,schedule=cosin", "Did you mean cosine?"),
         ("lpf-sgd", "lpf-sgd"),
-        ("sgd:method=sam", "No option of sgd is called 'method'"),
+        ("sgd:method=sam", "sgd has no options, got 'method'"),
     ],
 )
 def test_mistakes(text, said):

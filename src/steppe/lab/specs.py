@@ -139,6 +139,8 @@ def parse(text: str) -> Spec:
         elif key in types and key != "method":
             fields[key] = coerce(key, value, types[key])
         else:
+            if not option_names(name):
+                raise LabError(f"{name} has no options, got {key!r}.")
             raise unknown(f"option of {name}", key, option_names(name))
     spec = Spec(name, options, fields)
     if name != "sgd":  # which has nothing to check, and `--help` must not wait for torch

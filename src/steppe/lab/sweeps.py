@@ -121,6 +121,8 @@ def sweep(
     if not grid:
         raise LabError("a sweep needs something to vary, for example --over lr=.01,.1.")
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers:
+        raise LabError("a sweep needs at least one seed.")
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from steppe.lab.config import Config
+from steppe.lab.errors import LabError
 from steppe.lab.specs import Spec
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ class Tune:
     """If the best value is at the edge of the grid, try two more beyond it, once."""
     baseline: bool = False
     """Also tune the baseline's weight decay."""
+
+    def __post_init__(self) -> None:
+        if not self.factors or min(self.factors) <= 0:
+            raise LabError(f"tuning needs factors above 0, at least one; got {self.factors}.")
+        if self.seeds < 1:
+            raise LabError(f"tuning needs at least one seed per value, got {self.seeds}.")
+        if not 0 < self.validation < 1:
+            raise LabError(f"tuning's validation must be between 0 and 1, got {self.validation}.")
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ def test_methods_refuse_settings_that_make_no_sense(make, message):
 def test_strengths_of_the_wrong_type():
     with pytest.raises(TypeError, match=r"sigma must be a number or a schedule, got '0\.1'"):
         steppe.rwp("0.1")
-    with pytest.raises(TypeError, match="rho must be a number or a schedule, got None"):
-        steppe.sam(None)
+    with pytest.raises(TypeError, match=r"rho must be a number or a schedule, got \[1\]"):
+        steppe.sam([1])
 
 
 def sgd(model):

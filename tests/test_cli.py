@@ -39,6 +39,74 @@ def test_help_and_version(capsys):
     assert "(default: 200.0)" in said  # epochs, as the recipe has them
 
 
+def test_every_summary_is_the_first_line_of_the_help():
+    from steppe.lab.command_line import COMMANDS, command_class
+
+    for name, entry in COMMANDS.items():
+        assert command_class(name).__doc__.partition("\n")[0] == f"{entry.summary}."
+
+
+HELPED = [
+    *(["compare"], ["train"], ["train", "cifar10-resnet18"], ["sweep"], ["recipes"], ["runs"]),
+    *(["table"], ["data"], ["figure"], ["report"], ["analyze"]),
+    *(["analyze", name] for name in ("landscape", "spectrum", "radius", "sharpness")),
+]
+
+
+@pytest.mark.parametrize("words", HELPED, ids=" ".join)
+def test_help_shows_no_internals(capsys, words):
+    with pytest.raises(SystemExit):
+        run([*words, "--help"])
+    said = capsys.readouterr().out
+    assert "--help" in said
+    for internal in ("None)", "(default: )", "{[", "STR [STR"):
+        assert internal not in said
+
+
+def test_help_does_not_wait_for_torch():
+    """Under a second of processor time, for the list of commands and for the longest help."""
+    program = (
+        "import resource, sys\n"
+        "from steppe.cli import run\n"
+        "run(['--help'])\n"
+        "for words in (['compare'], ['analyze', 'landscape'], ['figure'], ['runs']):\n"
+        "    try: run([*words, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "spent = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('torch' in sys.modules, spent.ru_utime + spent.ru_stime < 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False True", done.stderr
+
+
+def test_help_shows_the_values_that_will_be_used(capsys):
+    def shown(*words):
+        with pytest.raises(SystemExit):
+            run([*words, "--help"])
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    demonstration = shown("compare")
+    assert "Optimizer steps, in place of epochs. (default: 600)" in demonstration
+    assert "by random other classes. (default: 0.2)" in demonstration
+    own = shown("compare", "--data", "digits")
+    assert "Optimizer steps, in place of epochs. --batch" in own
+    assert "by random other classes. (default: 0.0)" in own
+    assert "--method" not in own
+
+
+def test_data_never_brings_settings_along():
+    """The recipe `digits` has 20 % wrong labels; data, named by the user, has what it has."""
+    from steppe.lab import Config
+    from steppe.lab.command_line import parse
+
+    for words in (["--data", "digits"], ["--data=digits"], ["--set", "data=digits"]):
+        assert parse("compare", words).settings == Config()
+    assert parse("compare", ["--model", "small-conv"]).settings == Config(model="small-conv")
+    assert parse("compare", ["--label-noise", "0"]).settings.recipe == "digits"
+    assert parse("compare", ["--epochs", "3"]).settings.steps is None
+    assert parse("compare", ["--epochs", "3"]).settings.epochs == 3
+
+
 def test_train_from_recipe_options_and_settings(capsys):
     out, _ = steppe_says(
         capsys,
@@ -88,6 +156,8 @@ def test_compare_writes_every_form(capsys, tmp_path):
     assert out.startswith("digits (400 training images")
     assert "SGD (lr 0.01)" in out
     assert "[1/6] sgd seed 0: finished" in said
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "6 runs in runs (`steppe runs` lists them)\nnext: steppe report a/b.json -o" in said
     content = json.loads((tmp_path / "a/b.json").read_text())
     assert [row["spec"] for row in content["rows"]] == ["sgd", "sam:rho=0.2", "sgd:lr=0.01"]
     assert (tmp_path / "b.md").read_text().count("|---|") == 1
@@ -99,8 +169,16 @@ def test_compare_writes_every_form(capsys, tmp_path):
     assert rows[0]["runs"][0]["config"]["label_noise"] == 0
 
 
+def test_compare_says_what_to_do_next_without_a_file(capsys):
+    quick = ["sgd", "--seeds", "1", "--jobs", "1", *QUICK, "--store", "my runs"]
+    _, said = steppe_says(capsys, "compare", *quick)
+    assert "1 run in my runs" in said
+    assert "next: add --out mine.json (finished runs are reused), then" in said
+    assert "steppe report mine.json --store 'my runs' -o report.html" in said
+
+
 def test_a_recipe_gives_its_strengths_to_bare_methods(capsys):
-    from steppe.lab.commands import parse
+    from steppe.lab.command_line import parse
 
     command = parse("compare", ["sam", "m-arwp:lam=.3,batch=64", "--recipe", "cifar10-resnet18"])
     assert [command._spec(text) for text in command.methods] == [
@@ -130,7 +208,10 @@ def test_sweep(capsys):
 
 
 def test_tables_and_data(capsys):
-    assert "96.68 ± 0.13" in steppe_says(capsys, "table", "cifar")[0]
+    shown = steppe_says(capsys, "table", "cifar")[0]
+    assert "96.68 ± 0.13" in shown
+    assert "These are the paper's numbers alone: the store runs has no finished run" in shown
+    assert "ours" not in shown
     assert "| 76.62 |" in steppe_says(capsys, "table", "overview", "--format", "markdown")[0]
     assert "digits" in steppe_says(capsys, "data")[0]
     assert "digits" in steppe_says(capsys, "data", "verify", "digits")[0]
@@ -160,6 +241,18 @@ MISTAKES = [
     (["train", "--store", "/dev/null/x", "--steps", "1"], "Not a directory"),
     (["compare", "--out", "table.pdf"], "must end in .md, .csv, .json, .txt"),
     (["compare", "--like", "no.json"], "cannot read no.json"),
+    (["compare", "sgd", "--method", "arwp"], "compare does not take --method: write the methods"),
+    (["compare", "--set", "method=arwp"], "compare does not take --method"),
+    (["compare", "sgd", "--seed=3"], "compare does not take --seed: it trains seeds 0 to N-1"),
+    (["compare", "adamw", "sgd"], "adamw is an optimizer: --optimizer adamw"),
+    (["compare", "--epochs", "3", "--steps", "9"], "give --epochs or --steps, not both"),
+    (["compare", "--tune", "--tuning.factors"], "tuning needs factors above 0, at least one"),
+    (["compare", "--tune", "--tuning.seeds", "0"], "at least one seed per value, got 0"),
+    (["compare", "sgd:rho=1"], "sgd has no options, got 'rho'"),
+    (["sweep", "digits", "--over", "lr=.1", "--seeds", "0"], "a sweep needs at least one seed"),
+    (["sweep", "digits", "--over", "lr=.1", "--seed", "3"], "sweep does not take --seed"),
+    (["train", "--resume", "x", "--lr", "1"], "--lr cannot change a resumed run"),
+    (["train", "digits", "--resume", "x"], "the recipe digits cannot change a resumed run"),
     (["sweep", "digits"], "say what to vary"),
     (["sweep", "digits", "--search", "rh"], "Did you mean rho"),
     (["table", "cifra"], "Did you mean cifar"),
@@ -234,6 +327,9 @@ def test_as_processes_side_by_side_and_stopped(tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 130
-    assert "Stopped: 0 of 4 runs finished, the others are saved. The same command goes on." in said
+    assert (
+        "Stopped: 0 of 4 runs finished, the others are saved. The same command resumes them."
+        in said
+    )
     assert "Traceback" not in said
     assert list(tmp_path.glob("runs/*/checkpoints/step-*.pt"))

@@ -1,5 +1,6 @@
 """The package itself: what it imports, what it ships."""
 
+import pkgutil
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,7 @@ def run(*command, cwd=None):
 
 def test_the_core_imports_torch_alone():
     code = (
-        "import sys, torch; before = set(sys.modules); import steppe; "
+        "import sys, torch; before = set(sys.modules); from steppe import *; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(sorted(new - {'steppe', 'torch'} - set(sys.stdlib_module_names)))"
     )
@@ -30,6 +31,29 @@ def test_the_core_imports_torch_alone():
 def test_every_public_name_is_there_and_documented():
     for name in steppe.__all__:
         assert getattr(steppe, name).__doc__ or name == "Schedule", name
+
+
+def test_dir_shows_what_is_public():
+    packages = {"analysis", "integrations", "lab", "report", "testing", "theory"}
+    assert set(dir(steppe)) == set(steppe.__all__) | packages | {"__version__"}
+    assert set(dir(steppe.lab)) == set(steppe.lab.__all__)
+    for name in steppe.lab.__all__:
+        assert getattr(steppe.lab, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'arpw'"):
+        steppe.arpw  # noqa: B018
+
+
+def test_packages_need_no_import_of_their_own():
+    code = "import steppe; print(steppe.analysis.landscape.__name__, steppe.lab.Config().seed)"
+    assert run(sys.executable, "-c", code) == "landscape 0\n"
+
+
+@pytest.mark.parametrize("package", [steppe, steppe.lab])
+def test_no_module_hides_a_public_name(package):
+    """Importing `steppe.attach` would put a module where the lazy name `attach` belongs."""
+    allowed = {"data", "models", "tasks"}  # public because they are modules
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert not modules & set(package.__all__) - allowed
 
 
 @pytest.mark.slow

@@ -1,30 +1,36 @@
 """steppe: train PyTorch models into flat minima with random weight perturbation."""
 
-from steppe.ascents import Ascent, MomentumAscent
-from steppe.attaching import attach
-from steppe.batchnorm import recompute_norm_stats
-from steppe.methods import (
-    Method,
-    Pass,
-    antithetic_rwp,
-    arwp,
-    asam,
-    lpf_sgd,
-    m_arwp,
-    m_rwp,
-    mixed,
-    msam,
-    rwp,
-    sam,
-    sgd,
-)
-from steppe.perturbations import (
-    AdaptiveGaussian,
-    Gaussian,
-    Perturbation,
-)
-from steppe.perturber import Perturber, Probe
-from steppe.schedules import Schedule, constant, cosine_increase, linear
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steppe import analysis as analysis
+    from steppe import integrations as integrations
+    from steppe import lab as lab
+    from steppe import report as report
+    from steppe import testing as testing
+    from steppe import theory as theory
+    from steppe.ascents import Ascent, MomentumAscent
+    from steppe.attaching import attach
+    from steppe.batchnorm import recompute_norm_stats
+    from steppe.methods import (
+        Method,
+        Pass,
+        antithetic_rwp,
+        arwp,
+        asam,
+        lpf_sgd,
+        m_arwp,
+        m_rwp,
+        mixed,
+        msam,
+        rwp,
+        sam,
+        sgd,
+    )
+    from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
+    from steppe.perturber import Perturber, Probe
+    from steppe.schedules import Schedule, constant, cosine_increase, linear
 
 __version__ = "0.1.0"
 
@@ -56,3 +62,34 @@ __all__ = [
     "sam",
     "sgd",
 ]
+
+_MODULES = (
+    "ascents",
+    "attaching",
+    "batchnorm",
+    "methods",
+    "perturbations",
+    "perturber",
+    "schedules",
+)
+"""Where the names of `__all__` are defined."""
+
+_PACKAGES = ("analysis", "integrations", "lab", "report", "testing", "theory")
+"""What an attribute imports: `steppe.analysis` needs no `import steppe.analysis`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Public names and packages, imported when first used: `steppe --help` needs no torch."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"steppe.{name}")
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"steppe.{module}"))
+            if name in found:
+                globals()[name] = found[name]
+                return found[name]
+    raise AttributeError(f"module 'steppe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES, "__version__"])

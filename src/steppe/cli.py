@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -17,7 +18,7 @@ Train PyTorch models into flat minima, and find out whether it helps.
 
 {commands}
 
-`steppe COMMAND --help` says more. The first thing to try: steppe compare
+`steppe COMMAND --help` lists the options. Try first: steppe compare
 """
 
 
@@ -29,17 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of a command; of the processes that torchrun started, the first one speaks."""
     try:
-        from steppe.lab.commands import COMMANDS, TRAINING, parse
+        from steppe.lab.command_line import COMMANDS, TRAINING, parse
         from steppe.lab.errors import LabError
-        from steppe.lab.ranks import joined, launched
+        from steppe.lab.launch import rank_and_size
     except ModuleNotFoundError as error:
         return _fail(f"the commands need {error.name}: pip install 'steppe[lab]'")
-    rank = launched().rank
+    rank, _ = rank_and_size()
     if rank and (not arguments or arguments[0] not in TRAINING):
         return 0
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {_summary(command)}" for name, command in COMMANDS.items()]
+        lines = [
+            textwrap.fill(
+                f"  {name:{width}}  {entry.summary}", 80, subsequent_indent=" " * (width + 4)
+            )
+            for name, entry in COMMANDS.items()
+        ]
         sys.stdout.write(USAGE.format(commands="\n".join(lines)))
         return 0
     if arguments[0] == "--version":
@@ -52,7 +58,11 @@ def run(arguments: list[str]) -> int:
             command = parse(name, rest)
     except LabError as error:
         return 2 if rank else _fail(str(error))
+    except BrokenPipeError:
+        return _unread()
     try:
+        from steppe.lab.ranks import joined
+
         with joined():
             command.run()
     except LabError as error:
@@ -61,25 +71,30 @@ def run(arguments: list[str]) -> int:
         return _fail(f"rank {rank}: {error}" if rank else str(error))
     except KeyboardInterrupt as stop:
         return 130 if rank else _stopped(stop)
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _unread()
     except OSError as error:
         return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     return 0
 
 
+def _unread() -> int:
+    """The reader of our output (head, less) has gone: nothing is wrong."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def _stopped(stop: KeyboardInterrupt) -> int:
-    """Say what was stopped and how to go on."""
-    from steppe.lab.commands import Stopped
+    """Say what was stopped and how to resume it."""
     from steppe.lab.errors import Interrupted
+    from steppe.lab.jobs import Stopped
 
     if isinstance(stop, Interrupted):
         sys.stderr.write(f"{_capital(str(stop))}.\n")
         if stop.folder is not None:
-            sys.stderr.write(f"Go on with: steppe train --resume {stop.folder}\n")
+            sys.stderr.write(f"Resume with: steppe train --resume {stop.folder}\n")
     elif isinstance(stop, Stopped):
-        sys.stderr.write(f"Stopped: {stop}, the others are saved. The same command goes on.\n")
+        sys.stderr.write(f"Stopped: {stop}, the others are saved. The same command resumes them.\n")
     else:
         sys.stderr.write("Stopped at once; the last checkpoint is kept.\n")
     return 130
@@ -115,10 +130,6 @@ def _log(quiet: bool, rank: int) -> None:
 def _fail(message: str) -> int:
     sys.stderr.write(f"steppe: {' '.join(message.split())}\n")
     return 2
-
-
-def _summary(command: type) -> str:
-    return (command.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _capital(text: str) -> str:

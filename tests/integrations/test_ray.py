@@ -318,7 +318,7 @@ def test_ctrl_c_saves_leaves_nothing_running_and_any_engine_goes_on(tmp_path):
     said, complained = process.communicate(timeout=600)
     assert process.returncode == 130, complained
     assert said == ""
-    assert "runs finished, the others are saved. The same command goes on." in complained
+    assert "runs finished, the others are saved. The same command resumes them." in complained
     assert "Traceback" not in complained
     assert not ray_processes(process.pid)
     runs = Store(store).runs()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steppe.lab import Config, LabError, compare, engines, sweep
-from steppe.lab.commands import parse
+from steppe.lab.command_line import parse
 from steppe.lab.engines import Local, Processes, chosen, divided
 from steppe.lab.problems import Sources
 from steppe.lab.ray_engine import Ray
@@ -84,9 +84,9 @@ def test_mistakes():
         Ray(gpus_per_trial=1.5)
 
 
-def test_a_crew_has_no_more_processes_than_runs():
-    assert Local(1).crew(9, Sources(), None) is None
-    assert Local(8).crew(1, Sources(), None) is None
-    with Local(8).crew(2, Sources(), None) as crew:
-        assert isinstance(crew, Processes)
-        assert crew._pool._max_workers == 2
+def test_there_are_no_more_processes_than_runs():
+    assert Local(1).workers(9, Sources(), None) is None
+    assert Local(8).workers(1, Sources(), None) is None
+    with Local(8).workers(2, Sources(), None) as workers:
+        assert isinstance(workers, Processes)
+        assert workers._pool._max_workers == 2

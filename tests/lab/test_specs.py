@@ -47,7 +47,7 @@ def test_digits_of_a_value_are_kept():
         ("rwp:sigma=.1,ratio=.1", "rwp:sigma=0.1,ratio=0.1"),
         ("rwp:ratio=.6,schedule=cosin", "Did you mean cosine?"),
         ("lpf-sgd", "lpf-sgd"),
-        ("sgd:method=sam", "No option of sgd is called 'method'"),
+        ("sgd:method=sam", "sgd has no options, got 'method'"),
     ],
 )
 def test_mistakes(text, said):
@@ -74,7 +74,7 @@ def test_default_strength_follows_the_model_and_rises():
     mlp = nn.Sequential(nn.Linear(4, 4))
     vit = build("small-vit", classes=10, shape=(1, 8, 8))
     for name in ("rwp", "arwp", "m-rwp", "m-arwp"):
-        own = METHODS[name]()
+        own = getattr(steppe, name.replace("-", "_"))()
         for model in (mlp, vit):
             expected = noise(own.for_model(model)).ratio
             assert parse(name).strength_for(model) == ("ratio", expected)

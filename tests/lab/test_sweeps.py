@@ -46,5 +46,5 @@ def test_validation_chooses_and_test_does_not(tmp_path):
     on_test = sweep(TINY, grid, store=tmp_path, progress=False)
     assert "test accuracy" in on_test.table("markdown")
     assert "Best" not in on_test.table()
-    with pytest.raises(LabError, match="test data chooses nothing"):
+    with pytest.raises(LabError, match="a best point is chosen on validation data"):
         on_test.best()

@@ -60,7 +60,7 @@ def test_a_comparison_over_two_ranks_equals_one_process(tmp_path):
                        "--steps", "10", *OPTIONS, *files)  # fmt: skip
     assert result.returncode == 0, result.stderr
     words = " ".join(result.stdout.split())  # where lines break depends on the commit's name
-    assert words.count("1 thread(s) a run, on each of 2 ranks.") == 1, "one table, of rank 0"
+    assert words.count("1 thread per run, on each of 2 ranks.") == 1, "one table, of rank 0"
     found = {run.config.method: run for run in Store(tmp_path / "two").runs()}
     assert len(found) == len(json.loads((tmp_path / "table.json").read_text())["rows"]) == 3
     for method in ("sgd", "m-arwp"):  # SAM climbs on each rank by its own part of the batch
@@ -89,7 +89,7 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
-    assert said.count("Go on with: steppe train --resume") == 1, said
+    assert said.count("Resume with: steppe train --resume") == 1, said
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "unfinished"
     reached = run.progress()
@@ -97,7 +97,7 @@ def test_ctrl_c_stops_all_ranks_and_resume_goes_on(tmp_path):
 
     result = two_ranks("train", "--resume", run.folder)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(f"from step {reached}\n") == 1
+    assert result.stderr.count(f" at step {reached}\n") == 1
     assert result.stdout.count("80 steps") == 1
     (run,) = Store(tmp_path / "two").runs()
     assert run.status == "finished"
@@ -182,7 +182,9 @@ def test_parts_are_the_batch_and_weigh_as_many_samples_as_they_have():
 
 
 def test_what_cannot_be_laid_over_ranks_says_what_works():
-    with pytest.raises(LabError, match="m_arwp lays its 2 passes over the ranks, which 3 cannot"):
+    with pytest.raises(
+        LabError, match="m_arwp runs its 2 passes on different ranks, which 3 cannot"
+    ):
         check_ranks(parse("m-arwp").build(1), 3)
     check_ranks(parse("m-arwp").build(1), 4)
     check_ranks(parse("sam").build(1), 3)

@@ -1,4 +1,4 @@
-"""Checkpoints: what a long analysis has done so far, so that it can go on after a stop."""
+"""Checkpoints: what a long analysis has done so far, so that it can resume after a stop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Checkpoint:
     def rows(
         self, count: int, row: Callable[[int], Tensor], begin: Callable[[float], None]
     ) -> Tensor:
-        """`row(0), row(1), …` stacked, going on after those stored; `begin` hears their share."""
+        """`row(0), row(1), …` stacked, resuming after those stored; `begin` hears their share."""
         done = list(self.load().get("rows", ()))
         begin(len(done) / count)
         for index in range(len(done), count):

@@ -14,7 +14,7 @@ from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.results import Result
 
 
@@ -47,7 +47,7 @@ def top_eigs(
     max_steps: int = 300,
     mode: ProductMode = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: Show = None,
 ) -> Eigenvalues:
     """The `k` largest eigenvalues of the Hessian by Lanczos, each to `tol` of its own size.
 

@@ -19,7 +19,7 @@ class Krylov:
 
     `A V = V T + beta_m v_(m+1) e_m'` up to the products' rounding. `eps` is the relative
     precision of a product (float32's, for products in float32): a remainder below it is noise,
-    the space is invariant, and the recurrence goes on from a fresh random vector with
+    the space is invariant, and the recurrence continues from a fresh random vector with
     `beta = 0`. Everything stays orthogonal to `locked` (rows).
     """
 

@@ -15,7 +15,7 @@ from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import filter_normalised, length
 from steppe.analysis.fold import Folded
 from steppe.analysis.problem import Problem, digest
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -69,7 +69,7 @@ def landscape(
     directions: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     fast: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: Show = None,
 ) -> Landscape:
     """The loss on `n x n` points of `[-span, span]²` along two directions.
 
@@ -128,7 +128,7 @@ def interpolate(
     start: float = 0.0,
     end: float = 1.0,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: Show = None,
 ) -> Line:
     """The loss along the straight line from the problem's weights to another model's.
 
@@ -168,7 +168,7 @@ def _scan(
     store: Checkpoint,
     bar: Progress,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss and accuracy at each of `total` points, going on from a checkpoint if there is one."""
+    """Loss and accuracy at each of `total` points, resuming from a checkpoint if there is one."""
 
     def row(index: int) -> Tensor:
         scanner.place(weights(index))

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from steppe.analysis.replica import Replica
+from steppe.analysis.samples import as_samples
 
 BatchNormMode = Literal["eval", "batch", "recalibrate"]
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem:
     """The loss `L(w) = mean_i loss(model_w(x_i), y_i) + weight_decay/2 ‖w‖²` on fixed samples.
 
@@ -26,6 +27,10 @@ class Problem:
     by their true number of samples, so uneven ones give the same `L`. The analyses work on
     private copies: weights, buffers, mode, `requires_grad`, `.grad` and the random state of the
     model are never touched, and each analysis starts from the weights the model has *then*.
+
+    `data` is a pair of tensors or arrays `(x, y)`, a dataset or a DataLoader that gives such pairs.
+    Of the last two all samples are loaded, once; a DataLoader that shuffles gives other samples to
+    micro-batches, but the same loss. For a part of a dataset, `torch.utils.data.Subset`.
 
     `bn` says which statistics BatchNorm uses, and changes results by orders of magnitude:
     `"eval"` the stored ones, frozen; `"batch"` those of each micro-batch (derivatives pass
@@ -45,7 +50,7 @@ class Problem:
 
     model: nn.Module
     loss: Loss
-    data: tuple[Tensor, Tensor]
+    data: Any
     bn: BatchNormMode = "eval"
     params: Iterable[str | Tensor] | None = None
     weight_decay: float = 0.0
@@ -57,13 +62,22 @@ class Problem:
             raise ValueError(f'bn must be "eval", "batch" or "recalibrate", got {self.bn!r}.')
         if self.microbatch < 1:
             raise ValueError(f"microbatch must be at least 1, got {self.microbatch}.")
-        _check_data(self.data)
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        object.__setattr__(self, "data", as_samples(self.data, dtype))
         if self.params is not None:
             # Kept as a tuple: a generator would be empty the second time it is read.
             chosen = (self.params,) if isinstance(self.params, str | Tensor) else self.params
             object.__setattr__(self, "params", tuple(chosen))
         object.__setattr__(self, "names", tuple(_chosen_names(self.model, self.params)))
         self._check_fit()
+
+    def __repr__(self) -> str:
+        model, loss = type(self.model).__name__, getattr(self.loss, "__name__", self.loss)
+        x, _ = self.data
+        return (
+            f"<Problem: {model}, {self.size} of its weights, {loss} on {self.samples} samples of "
+            f"shape {tuple(x.shape[1:])}, BatchNorm {self.bn}>"
+        )
 
     @property
     def samples(self) -> int:
@@ -123,25 +137,6 @@ class Problem:
                     'With torch losses, use reduction="mean".'
                 )
             _check_mean(self.loss, output, y.to(replica.device), loss)
-
-
-def _check_data(data: tuple[Tensor, Tensor]) -> None:
-    if not (
-        isinstance(data, tuple | list)
-        and len(data) == 2
-        and all(isinstance(tensor, Tensor) for tensor in data)
-    ):
-        raise TypeError(
-            f"data must be a pair of tensors (x, y), got {type(data).__name__}. "
-            "From a dataset, stack the samples you want: "
-            "x = torch.stack([dataset[i][0] for i in rows])."
-        )
-    x, y = data
-    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
-        raise ValueError(
-            f"x and y must hold the same number of samples, at least one; got shapes "
-            f"{tuple(x.shape)} and {tuple(y.shape)}."
-        )
 
 
 def _check_mean(loss: Loss, output: Any, y: Tensor, value: Tensor) -> None:

@@ -66,17 +66,22 @@ def _measure(work: Callable[[], object]) -> Cost:
     return Cost(float(counter.get_total_flops()), seconds)
 
 
+Show = bool | Callable[[float], None] | None
+"""True or False shows or hides progress, None shows it on a terminal, a function is called with the
+part that is done, from 0 to 1."""
+
+
 @dataclass
 class Progress:
     """A line on standard error that first says the cost and then how far the work is.
 
     `show=None` shows it where a person is looking (a terminal) and nowhere else; the estimate
-    costs two micro-batches, and is made only if it is shown.
+    costs two micro-batches, and is made only if it is shown. A function is called instead.
     """
 
     label: str
     total: int
-    show: bool | None = None
+    show: Show = None
     done: float = 0
 
     def start(
@@ -90,7 +95,9 @@ class Progress:
         self.done = part * self.total
         if self.show is None:
             self.show = sys.stderr.isatty()
-        if self.show:
+        if callable(self.show):
+            self.show(part)
+        elif self.show:
             left = max(self.total - int(self.done), 1)
             rest = f"{left} to go, " if part else ""
             cost = estimate(problem, **{unit: left})
@@ -100,8 +107,10 @@ class Progress:
 
     def step(self, note: str = "", *, by: float = 1) -> None:
         self.done += by
-        if self.show:
-            part = min(self.done / max(self.total, 1), 1.0)
+        part = min(self.done / max(self.total, 1), 1.0)
+        if callable(self.show):
+            self.show(part)
+        elif self.show:
             bar = "█" * round(24 * part)
             left = (time.monotonic() - self._begin) / max(self.done - self._first, 1)
             rest = _duration(left * max(self.total - self.done, 0))
@@ -109,7 +118,9 @@ class Progress:
             sys.stderr.flush()
 
     def close(self) -> None:
-        if self.show:
+        if callable(self.show):
+            self.show(1.0)
+        elif self.show:
             sys.stderr.write("\n")
 
 

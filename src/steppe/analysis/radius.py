@@ -17,7 +17,7 @@ from steppe.analysis.directions import filter_norms, orthonormal, random_like, u
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.means import weighted_mean
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -64,7 +64,7 @@ def perturbation_curve(
     steps: int = 10,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: Show = None,
 ) -> RadiusCurve:
     """The loss at `w + eps` with `‖eps‖ = r`, averaged, for each radius r.
 

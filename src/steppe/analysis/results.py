@@ -7,11 +7,14 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 R = TypeVar("R", bound="Result")
 
@@ -52,6 +55,16 @@ class Result:
         known = {f.name for f in fields(kind)}
         values = {**head["settings"], **arrays}
         return kind(**{name: _frozen(value) for name, value in values.items() if name in known})
+
+    def plot(self, **options: Any) -> Figure:
+        """A matplotlib figure of the result; `options` are those of `steppe.report.figures`.
+
+        In a notebook it is shown; `figure.savefig("landscape.png")` writes it. To draw several
+        results in one figure, give them by name: `steppe.report.figure_of({"SGD": a, "RWP": b})`.
+        """
+        from steppe.report.pictures import figure_of
+
+        return figure_of(self, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain lists and numbers for JSON; what is not finite becomes None."""

@@ -16,7 +16,7 @@ from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import random_like
 from steppe.analysis.means import weighted_mean
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -54,7 +54,7 @@ def sharpness(
     steps: int = 10,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: Show = None,
 ) -> Sharpness:
     """m-sharpness: the rise `L_S(w + eps) - L_S(w)` over parts S of m samples, averaged over S.
 

@@ -14,7 +14,7 @@ from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.results import Result
 
 # n times the weight of a simple eigenvalue is a squared normal: above this in one probe of a
@@ -58,7 +58,7 @@ def spectrum(
     width: float = 0.01,
     mode: ProductMode = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: Show = None,
 ) -> Spectrum:
     """The eigenvalue density of the Hessian from `steps * probes` products.
 

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from steppe.lab.errors import LabError
 
 logger = logging.getLogger("steppe")
@@ -37,6 +35,8 @@ def write_atomic(file: Path, content: bytes) -> None:
 
 def packed(state: State) -> bytes:
     """A state as the bytes of a file that `torch.load(weights_only=True)` reads."""
+    import torch
+
     stream = io.BytesIO()
     torch.save(state, stream)
     return stream.getvalue()
@@ -72,6 +72,8 @@ def load_newest(folder: Path) -> State | None:
 
 def load(file: Path) -> State:
     """A checkpoint's state, if the file is what was written."""
+    import torch  # here, so that run folders can be listed without it
+
     content = file.read_bytes()
     digest = _digest_file(file)
     expected = digest.read_text() if digest.exists() else None

@@ -6,72 +6,64 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction
+from tyro.conf import OmitArgPrefixes, Positional, Suppress, UseAppendAction
 
-from steppe.lab.comparison import Comparison, compare
-from steppe.lab.config import Config, read_config, settings
-from steppe.lab.engines import Engine, Local
-from steppe.lab.errors import LabError, unknown
-from steppe.lab.jobs import Stopped
-from steppe.lab.listings import DataSets, PaperTable, Recipes, Runs
-from steppe.lab.ranks import world
-from steppe.lab.ray_engine import Ray
+from steppe.lab.config import Config
+from steppe.lab.errors import LabError
+from steppe.lab.options import Maybe, Quiet, Repeated, Words
 from steppe.lab.recipes import recipe
 from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import PAPER
 from steppe.lab.specs import parse as parse_spec
-from steppe.lab.sweeps import SEARCHES, Sweep, parse_grid, search, sweep
-from steppe.lab.tables import wrapped
-from steppe.lab.training import train
+from steppe.lab.tables import terminal_width
 from steppe.lab.tuning import Tune
-from steppe.report.analyze import Analyze
-from steppe.report.commands import Report
-from steppe.report.paper import Figures
-from steppe.study.command import Studies
 
-__all__ = ["COMMANDS", "Stopped", "parse"]
+# What trains is imported where it is used: `--help` must not wait for torch.
+if TYPE_CHECKING:
+    from steppe.lab.comparison import Comparison
+    from steppe.lab.engines import Engine
+    from steppe.lab.sweeps import Sweep
+
 logger = logging.getLogger("steppe")
 
 Shape = Literal["text", "markdown", "csv", "json"]
-Quiet = Annotated[bool, tyro.conf.arg(aliases=["-q"])]
 SUFFIXES: dict[str, Shape] = {".md": "markdown", ".csv": "csv", ".json": "json", ".txt": "text"}
-Several = UseAppendAction[tuple[str, ...]]
-
-
-class Command(Protocol):
-    """Parsed options that can be run."""
-
-    def run(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train one run, from a recipe, a config file or options; go on with a stopped one.
+    """Train one run from a recipe, a config file or options, or resume a stopped one.
 
     A finished run is not trained again. Example: steppe train digits --method arwp --seed 1
     """
 
-    recipe: Annotated[Positional[str | None], tyro.conf.arg(metavar="RECIPE")] = None
+    recipe: Annotated[Positional[Maybe[str]], tyro.conf.arg(metavar="RECIPE")] = None
     """A recipe of `steppe recipes`; the options below change it."""
-    config: Path | None = None
+    config: Maybe[Path] = None
     """A TOML or JSON file of settings; a run's own config.json repeats it."""
-    set: Several = ()
-    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. May be repeated."""
-    resume: str | None = None
-    """Go on with this run (its folder or its name)."""
+    set: Repeated = ()
+    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. Repeatable."""
+    target: Maybe[str] = None
+    """With --data FILE.csv: the column to predict."""
+    resume: Maybe[str] = None
+    """Resume this run (its folder or its name)."""
     store: Path = DEFAULT_STORE
     """The folder of runs."""
     quiet: Quiet = False
-    """Only the result."""
+    """Print only the result."""
     settings: OmitArgPrefixes[Config] = field(default_factory=Config)
 
     def run(self) -> None:
+        from steppe.lab.ranks import world
+        from steppe.lab.training import train
+
         config, store = self.settings, self.store
         if self.resume is not None:
             config, store = world().from_first(self._stopped_run)
@@ -80,37 +72,39 @@ class Train:
             logger.info("this run was finished before; nothing was trained")
         _write(result.table())
         if result.folder is not None and not self.quiet:
-            logger.info("kept in %s", result.folder)
+            logger.info("run folder: %s", result.folder)
 
     def _stopped_run(self) -> tuple[Config, Path]:
         run = Store(self.store).get(self.resume or "")
         if run.status == "unfinished":
-            logger.info("going on with %s from step %d", run.name, run.progress())
+            logger.info("resuming %s at step %d", run.name, run.progress())
         return run.config, run.folder.parent
 
 
 @dataclass(frozen=True)
 class Running:
-    """How many runs are trained and shown."""
+    """How runs are trained, and what is written."""
 
     jobs: int = 0
-    """Runs side by side, sharing the threads; 0: as many as there are cores for, of one thread."""
+    """Runs in parallel, sharing the threads; 0: one per core, one thread each."""
     engine: Literal["local", "ray"] = "local"
-    """Where runs are trained: processes of this machine, or tasks of a Ray cluster."""
-    address: str | None = None
-    """The Ray cluster, HOST:PORT, or auto for the one running here; none: start one here."""
-    cpus_per_trial: float | None = None
-    """CPUs that a run asks Ray for; none: as many as it has threads."""
-    gpus_per_trial: float | None = None
-    """GPUs that a run asks Ray for, 0.5 for two runs on one; none: 1 where the device is cuda."""
+    """Where runs are trained: processes on this machine, or tasks of a Ray cluster."""
+    address: Maybe[str] = None
+    """The Ray cluster, HOST:PORT, or auto for the one running here. Not given: start one here."""
+    cpus_per_trial: Maybe[float] = None
+    """CPUs that a run asks Ray for. Not given: as many as it has threads."""
+    gpus_per_trial: Maybe[float] = None
+    """GPUs that a run asks Ray for, 0.5 for two runs on one. Not given: 1 on cuda devices."""
     format: Shape = "text"
-    """How the table is written."""
-    out: UseAppendAction[tuple[Path, ...]] = ()
-    """Also write the table to this file: .md, .csv, .json or .txt. May be repeated."""
+    """Format of the printed table."""
+    out: UseAppendAction[
+        Annotated[tuple[Path, ...], tyro.conf.arg(help_behavior_hint="", metavar="FILE")]
+    ] = ()
+    """Also write the table to this file: .md, .csv, .json or .txt. Repeatable."""
     store: Path = DEFAULT_STORE
     """The folder of runs."""
     quiet: Quiet = False
-    """Only the table."""
+    """Print only the table."""
 
     def arguments(self, config: Config) -> dict[str, Any]:
         """What `compare` and `sweep` want to know of this."""
@@ -122,12 +116,17 @@ class Running:
         }
 
     def _engine(self, config: Config) -> Engine | Literal["local", "ray"]:
+        from steppe.lab.engines import Local
+        from steppe.lab.ranks import world
+
         if self.engine == "ray":
+            from steppe.lab.ray_engine import Ray
+
             return Ray(self.address, self.cpus_per_trial, self.gpus_per_trial)
         for name in ("address", "cpus_per_trial", "gpus_per_trial"):
             if getattr(self, name) is not None:
                 option = name.replace("_", "-")
-                raise LabError(f"--{option} is for Ray: add --engine ray, or leave it away.")
+                raise LabError(f"--{option} is for Ray: add --engine ray, or leave it out.")
         if self.jobs:
             return "local"
         alone = config.device.startswith("cuda") or world().several
@@ -142,6 +141,8 @@ class Running:
 
     def deliver(self, result: Comparison | Sweep) -> None:
         """The table to standard output, and to files in the form that their names say."""
+        from steppe.lab.ranks import world
+
         if not world().leads:
             return
         _write(_rendered(result, self.format, to_terminal=True))
@@ -151,35 +152,58 @@ class Running:
             file.write_text(text + "\n", encoding="utf-8")
             logger.info("written to %s", file)
 
+    def next_steps(self, runs: int) -> None:
+        """Where the runs are, and what can be done with them."""
+        number = "1 run" if runs == 1 else f"{runs} runs"
+        logger.info("\n%s in %s (`steppe runs` lists them)", number, self.store)
+        store = "" if self.store == DEFAULT_STORE else f" --store {shlex.quote(str(self.store))}"
+        file = next((str(file) for file in self.out if file.suffix == ".json"), None)
+        if file is None:
+            logger.info("next: add --out mine.json (finished runs are reused), then")
+        command = f"steppe report {shlex.quote(file or 'mine.json')}{store} -o report.html"
+        logger.info("%s%s", "next: " if file else "      ", command)
+
+
+@dataclass(frozen=True)
+class Shared(Config):
+    """What all runs share: data, model and training."""
+
+    method: Annotated[str, Suppress] = "sgd"
+    seed: Annotated[int, Suppress] = 0
+
 
 @dataclass(frozen=True)
 class Compare:
-    """Train several methods on several seeds and say which differ.
+    """Train several methods on several seeds and report which differ.
 
-    Without options: the paper's six methods on scikit-learn's digits. Each seed gives all methods
+    Without options: the paper's six methods on the recipe `digits`. Each seed gives all methods
     the same initial weights and data order. Finished runs are reused.
     Example: steppe compare sgd sam:rho=.1 arwp:ratio=.6,eta=1 --recipe cifar10-small --seeds 5
     """
 
-    methods: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="[METHOD ...]")] = ()
-    """Methods with their options, sam:rho=.1; any setting can be changed for one: sgd:batch=256."""
-    recipe: str | None = None
-    """Start from this recipe (default: digits, unless --data says otherwise)."""
-    config: Path | None = None
+    methods: Annotated[Positional[Words], tyro.conf.arg(metavar="[METHOD ...]")] = ()
+    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp."""
+    recipe: Maybe[str] = None
+    """Start from this recipe. Not given: digits; none where --data, --model or --config is given."""
+    config: Maybe[Path] = None
     """Start from a TOML or JSON file of settings."""
-    set: Several = ()
-    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. May be repeated."""
+    set: Repeated = ()
+    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. Repeatable."""
+    target: Maybe[str] = None
+    """With --data FILE.csv: the column to predict."""
     seeds: int = 3
-    """How many seeds; 5 or more for a verdict."""
+    """Number of seeds; at least 5 for a verdict."""
     tune: bool = False
     """First choose each method's strength on a validation split of the training data."""
     tuning: Tune = field(default_factory=Tune)
-    like: Path | None = None
+    like: Maybe[Path] = None
     """Take the methods and their strengths from an earlier comparison (its --out FILE.json)."""
     running: OmitArgPrefixes[Running] = field(default_factory=Running)
-    settings: OmitArgPrefixes[Config] = field(default_factory=Config)
+    settings: OmitArgPrefixes[Shared] = field(default_factory=Shared)
 
     def run(self) -> None:
+        from steppe.lab.comparison import compare
+
         self.running.check()
         methods = [self._spec(text) for text in self.methods or PAPER]
         if self.like is not None:
@@ -192,6 +216,7 @@ class Compare:
             **self.running.arguments(self.settings),
         )
         self.running.deliver(result)
+        self.running.next_steps(sum(len(row.results) for row in result.rows))
 
     def _spec(self, text: str) -> str:
         """The method with the recipe's options for it; options of its own go first."""
@@ -214,30 +239,41 @@ def methods_of(file: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Swept(Config):
+    """What all runs share: data, model, method and training."""
+
+    seed: Annotated[int, Suppress] = 0
+
+
+@dataclass(frozen=True)
 class SweepGrid:
     """Train a grid over any settings and method options.
 
     The paper's searches by name, or a grid of your own. With --validation 0.2 the best point is
-    named; without it the test metric is shown and chooses nothing.
+    named; without it the test metric is shown and no point is chosen.
     Example: steppe sweep digits --method arwp --over eta=.01,.1,1 --over ratio=.3,.6
     """
 
-    recipe: Annotated[Positional[str | None], tyro.conf.arg(metavar="RECIPE")] = None
+    recipe: Annotated[Positional[Maybe[str]], tyro.conf.arg(metavar="RECIPE")] = None
     """A recipe of `steppe recipes`; the options below change it."""
-    over: Several = ()
-    """NAME=VALUE,VALUE,…: a setting or an option of the method. May be repeated."""
-    search: str | None = None
-    """A search of the paper's: rho, rho-vit, sigma, eta-beta, sigma-lam."""
-    config: Path | None = None
+    over: Repeated = ()
+    """NAME=VALUE,VALUE,…: a setting or an option of the method. Repeatable."""
+    search: Maybe[str] = None
+    """One of the paper's searches: rho, rho-vit, sigma, eta-beta, sigma-lam."""
+    config: Maybe[Path] = None
     """Start from a TOML or JSON file of settings."""
-    set: Several = ()
-    """NAME=VALUE: any setting. May be repeated."""
+    set: Repeated = ()
+    """NAME=VALUE: any setting. Repeatable."""
+    target: Maybe[str] = None
+    """With --data FILE.csv: the column to predict."""
     seeds: int = 1
-    """How many seeds."""
+    """Number of seeds."""
     running: OmitArgPrefixes[Running] = field(default_factory=Running)
-    settings: OmitArgPrefixes[Config] = field(default_factory=Config)
+    settings: OmitArgPrefixes[Swept] = field(default_factory=Swept)
 
     def run(self) -> None:
+        from steppe.lab.sweeps import SEARCHES, parse_grid, search, sweep
+
         self.running.check()
         if not self.over and self.search is None:
             names = ", ".join(SEARCHES)
@@ -252,71 +288,14 @@ class SweepGrid:
         self.running.deliver(result)
 
 
-COMMANDS: dict[str, type[Command]] = {
-    "compare": Compare,
-    "train": Train,
-    "sweep": SweepGrid,
-    "recipes": Recipes,
-    "runs": Runs,
-    "table": PaperTable,
-    "data": DataSets,
-    "analyze": Analyze,
-    "figure": Figures,
-    "report": Report,
-    "study": Studies,
-}
-
-
-TRAINING = ("compare", "train", "sweep")
-"""Those in which every rank takes part under torchrun; the others are rank 0's."""
-
-
-def parse(name: str, arguments: list[str]) -> Command:
-    """The command with its options; a recipe or config file gives the options' defaults."""
-    if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
-    kind: Any = COMMANDS[name]
-    prog = f"steppe {name}"
-    wanted = [word for word in arguments if word not in ("-h", "--help")]
-    if not any(f.name == "settings" for f in dataclasses.fields(kind)):
-        return _read(kind, prog, arguments)  # type: ignore[no-any-return]
-    help_only = len(wanted) < len(arguments)
-    first = _read(kind, prog, arguments if help_only and not wanted else wanted)
-    if getattr(first, "resume", None) is not None and not help_only:
-        return first  # type: ignore[no-any-return]
-    base = starting_point(first, method_given=any(w.startswith("--method") for w in arguments))
-    command = _read(kind, prog, arguments, dataclasses.replace(kind(), settings=base))
-    changed = command.settings.replace(method=base.method).override(settings(command.set))
-    return dataclasses.replace(command, settings=changed)  # type: ignore[no-any-return]
-
-
-def _read(kind: Any, prog: str, arguments: list[str], default: Any = None) -> Any:
-    chosen = {} if default is None else {"default": default}
-    return tyro.cli(kind, prog=prog, args=arguments, config=(tyro.conf.DisallowNone,), **chosen)
-
-
-def starting_point(command: Any, *, method_given: bool) -> Config:
-    """The config that a command's options change: of its recipe, its file, or the defaults."""
-    method = command.settings.method
-    if command.config is not None:
-        if command.recipe is not None:
-            raise LabError("give a recipe or --config FILE, not both.")
-        stored = read_config(command.config)
-        return stored.replace(method=method) if method_given else stored
-    name = command.recipe
-    if name is None and isinstance(command, Compare):
-        fresh = (command.settings.data, command.settings.model) == (Config().data, Config().model)
-        name = "digits" if fresh else None
-    return Config(method=method) if name is None else recipe(name, method)
-
-
 def _rendered(result: Comparison | Sweep, shape: Shape, *, to_terminal: bool = False) -> str:
     if shape == "json":
         return json.dumps(result.to_dict(), indent=2)
-    return wrapped(result.table(shape)) if to_terminal and shape == "text" else result.table(shape)
+    return result.table(shape, terminal_width() if to_terminal else None)
 
 
 def _write(text: str) -> None:
-    if not world().leads:
-        return
-    sys.stdout.write(text + "\n")
+    from steppe.lab.ranks import world
+
+    if world().leads:
+        sys.stdout.write(text + "\n")

@@ -1,29 +1,34 @@
-"""`compare`: methods × seeds, paired, with statistics, cost and a plain sentence."""
+"""`compare`: methods × seeds, paired, with statistics, cost and a sentence."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from steppe.lab.config import Config
-from steppe.lab.data import Data
+from steppe.lab.config import Config, as_config
 from steppe.lab.engines import Engine, chosen
 from steppe.lab.errors import LabError
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import ModelFn, Sources
+from steppe.lab.progress import Progress
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.sentences import comparison_numbers, comparison_sentence, comparison_table
-from steppe.lab.specs import PAPER, Spec, label, parse
+from steppe.lab.specs import PAPER, Spec, as_spec, label
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from steppe.lab.tables import Format
+from steppe.lab.tables import Format, terminal_width
 from steppe.lab.tasks import Task
 from steppe.lab.tuning import Choice, Tune, tune_all
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from steppe import Method
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Row:
 
     @property
     def strength(self) -> str:
-        """`ratio 0.6`; empty for plain training."""
+        """`ratio 0.6`; empty for the baseline."""
         used = next((result.strength for result in self.results if result.strength), None)
         return f"{used[0]} {used[1]:g}" if used else ""
 
@@ -65,7 +70,7 @@ class Row:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Rows of a comparison: the baseline first, then the methods in the order asked for."""
 
@@ -101,14 +106,38 @@ class Comparison:
         known = ", ".join(row.label for row in self.rows)
         raise LabError(f"this comparison has no method {name!r}, only {known}.")
 
-    def table(self, form: Format = "text") -> str:
-        """The table as text or Markdown; as CSV, with plain numbers."""
+    def table(self, form: Format = "text", width: int | None = None) -> str:
+        """The table as text (in lines of at most `width`, if given) or Markdown; as CSV, bare
+        numbers."""
         if form == "csv":
             return comparison_numbers(self).csv()
-        return comparison_table(self).render(form)
+        return comparison_table(self).render(form, width)
+
+    def __str__(self) -> str:
+        return self.table(width=terminal_width())
+
+    def __repr__(self) -> str:
+        names = ", ".join(row.label for row in self.rows)
+        return f"<Comparison of {names} on {len(self.seeds)} seeds; print it for the table>"
+
+    def plot(self) -> Figure:
+        """A matplotlib figure: the metric with its intervals, and the differences to the baseline."""
+        from steppe.report.pictures import comparison_figure
+
+        return comparison_figure(self)
+
+    def report(self, path: str | Path = "report.html") -> Path:
+        """Write the HTML page about this comparison and give its path."""
+        from steppe.report.gathered import Gathered
+        from steppe.report.page import write_page
+
+        file = Path(path)
+        if file.suffix not in (".html", ".htm"):
+            raise LabError(f"the report {file} must have a name that ends in .html.")
+        return write_page(Gathered(self), file)
 
     def sentence(self) -> str:
-        """Which methods differ from the baseline, and which do not, in plain words."""
+        """Which methods differ from the baseline, and which do not, in a sentence."""
         return comparison_sentence(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,31 +178,40 @@ class Comparison:
 
 def compare(
     model: ModelFn | str | None = None,
-    data: Data | Callable[[int], Data] | str | None = None,
-    methods: Sequence[str | Spec] = PAPER,
+    data: Any = None,
+    methods: Sequence[str | Spec | Method] = PAPER,
     seeds: int | Sequence[int] = 3,
     *,
-    config: Config | None = None,
+    config: Config | Mapping[str, object] | None = None,
     task: Task | str | None = None,
     tune: Tune | bool = False,
     store: str | Path | None = DEFAULT_STORE,
     jobs: int | None = None,
     engine: Engine | Literal["local", "ray"] = "local",
-    progress: bool | None = None,
+    progress: Progress = None,
 ) -> Comparison:
     """Train all methods on all seeds, each seed from the same weights and data order, and compare.
 
-    `model` is a function that makes the model, `data` a `Data`; names do as well, and `config`
-    says the rest (epochs, batch, lr …). `methods` are texts such as "arwp:ratio=.6". The first
-    plain "sgd" is the baseline; without one, the first method. Finished runs in `store` are
-    taken as they are.
-
-    Each run has `config.threads` threads (default 1). With `jobs=N`, N runs go side by side in
-    processes that share torch's threads where the config has no number. `engine="ray"`, or a
-    `steppe.lab.ray_engine.Ray` with options, trains them on a Ray cluster.
+    Args:
+        model: A function or class that makes a new model, or the name of one.
+        data: `(train, test)` or `(train, test, validation)`, each a pair of tensors or arrays, a
+            dataset or a DataLoader; a `Data`; a function of the seed that gives one of these; or a
+            name, a folder or a CSV file.
+        methods: Texts such as "arwp:ratio=.6", or methods such as `steppe.arwp(ratio=0.6)`. The
+            first "sgd" without settings of its own is the baseline; without one, the first method.
+        seeds: How many seeds, or which.
+        config: Everything else (epochs, batch, lr …): a `Config` or a mapping of its fields.
+        task: A `Task`, or "classification", "regression" or module:function.
+        tune: Choose each method's strength on a validation split first; a `Tune` says how.
+        store: The folder of runs. Finished runs in it are reused. None keeps nothing.
+        jobs: Train this many runs at a time in processes of their own, which share torch's threads
+            where the config has no number. By default one after the other, on one thread.
+        engine: "ray", or a `steppe.lab.ray_engine.Ray` with options, trains on a Ray cluster.
+        progress: True or False shows or hides it; a function is called with each `Event`.
     """
     place = chosen(engine, jobs)
-    config = _with_names(config or Config(), model, data, task, place.threads)
+    data = str(data) if isinstance(data, Path) else data
+    config = _with_names(as_config(config), model, data, task, place.threads)
     sources = Sources(
         model=None if model is None or isinstance(model, str) else model,
         data=None if data is None or isinstance(data, str) else data,
@@ -183,7 +221,7 @@ def compare(
     def run(work: Sequence[Job], title: str) -> list[Result]:
         return run_all(work, sources, store, engine=place, progress=progress, title=title)
 
-    specs = _baseline_first([parse(m) if isinstance(m, str) else m for m in methods])
+    specs = _baseline_first([as_spec(method) for method in methods])
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise LabError("a comparison needs at least one seed.")
@@ -214,7 +252,7 @@ def compare(
 def _with_names(
     config: Config,
     model: ModelFn | str | None,
-    data: Data | Callable[[int], Data] | str | None,
+    data: object,
     task: Task | str | None,
     threads: int,
 ) -> Config:
@@ -224,7 +262,7 @@ def _with_names(
 
 
 def _baseline_first(specs: list[Spec]) -> list[Spec]:
-    """The specs, each once, plain training in front."""
+    """The specs, each once, the baseline in front."""
     unique = list({str(spec): spec for spec in specs}.values())
     if not unique:
         raise LabError("a comparison needs at least one method.")
@@ -253,10 +291,18 @@ def judged(rows: list[Row]) -> tuple[Row, ...]:
     differences = compare_all(
         [together.paired(row.spec, base.spec) for row in rows[1:]], higher_is_better=better_up
     )
-    judged = []
-    for row, difference in zip(rows, [None, *differences], strict=True):
-        cost = costs(row.results, base.results)
-        judged.append(
-            Row(row.spec, row.label, row.chosen, row.results, row.trials, difference, cost)
-        )
-    return tuple(judged)
+    return tuple(
+        replace(row, label=label, difference=difference, cost=costs(row.results, base.results))
+        for row, label, difference in zip(rows, distinct(rows), [None, *differences], strict=True)
+    )
+
+
+def distinct(rows: Sequence[Row]) -> list[str]:
+    """The rows' labels; where a method stands twice, with its strengths."""
+    labels = [row.label for row in rows]
+    return [
+        f"{row.label} ({row.strength})"
+        if labels.count(row.label) > 1 and row.strength
+        else row.label
+        for row in rows
+    ]

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
 from tyro.conf import Suppress
 
 from steppe import noise
 from steppe.lab.coercion import coerce, field_types
 from steppe.lab.errors import LabError, unknown
+from steppe.lab.options import Maybe
 
 Value = str | int | float | bool | None
 
@@ -30,7 +32,7 @@ class Config:
     """One run: what is trained on what, by which method, for how long, from which seed."""
 
     data: str = "digits"
-    """A data set that `steppe data` lists, a folder of class folders, or module:function."""
+    """A data set of `steppe data`, a folder of class folders, FILE.csv, or module:function."""
     model: str = "mlp"
     """A built-in model, torchvision:NAME, timm:NAME, or module:function."""
     method: str = "sgd"
@@ -39,16 +41,16 @@ class Config:
     """Fixes initial weights, data order, augmentation and noise."""
 
     epochs: float = 30.0
-    """How often SGD would see the data; every method takes that many optimizer steps."""
-    steps: int | None = None
-    """Optimizer steps; given, it decides and `epochs` is ignored."""
+    """Passes of SGD over the data; every method takes that many optimizer steps."""
+    steps: Maybe[int] = None
+    """Optimizer steps, in place of epochs."""
     batch: int = 128
     """Samples per pass; a two-batch method sees twice as many per step."""
     drop_last: bool = False
     """Leave out the last batch of an epoch where it is smaller than the others."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """What turns the gradient into a step."""
+    """The optimizer that is given the gradients."""
     lr: float = 0.1
     """The highest learning rate."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -59,21 +61,21 @@ class Config:
     """Momentum of SGD (no Nesterov)."""
     weight_decay: float = 5e-4
     """Weight decay, as the optimizer understands it."""
-    clip: float | None = None
+    clip: Maybe[float] = None
     """Clip the gradient to this norm."""
 
-    train_size: int | None = None
-    """Use only so many training samples (stratified)."""
+    train_size: Maybe[int] = None
+    """Use only this many training samples (stratified)."""
     label_noise: float = 0.0
-    """Replace this part of the training labels at random."""
-    augment: tuple[str, ...] | None = None
-    """Augmentations of the training data; none given: those usual for the data set."""
+    """Replace this fraction of the training labels by random other classes."""
+    augment: Annotated[Maybe[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]")] = None
+    """Augmentations of the training data. Not given: the usual ones of the data set."""
     validation: float = 0.0
-    """Hold back this part of the training data, to choose settings by."""
-    data_seed: int | None = 0
-    """Fixes subset, label noise and validation split; none: they follow the seed."""
-    root: str | None = None
-    """The folder where data sets are."""
+    """Hold out this fraction of the training data, to choose settings by."""
+    data_seed: Maybe[int] = 0
+    """Fixes subset, label noise and validation split. none: they follow the seed."""
+    root: Maybe[str] = None
+    """The folder of data sets. Not given: $STEPPE_DATA, or ~/.cache/steppe."""
     data_options: Annotated[Mapping[str, Value], Suppress] = field(default_factory=dict)
     """Further options of the data set (--set data_options.NAME=VALUE)."""
 
@@ -81,28 +83,28 @@ class Config:
     """Multiplies the width of a built-in model."""
     model_options: Annotated[Mapping[str, Value], Suppress] = field(default_factory=dict)
     """Further options of the model (--set model_options.NAME=VALUE)."""
-    init: str | None = None
+    init: Maybe[str] = None
     """Start from the weights in this file (a plain state dict): fine-tuning."""
-    task: str | None = None
-    """classification, regression or module:function; none: what the data says."""
+    task: Maybe[str] = None
+    """classification, regression or module:function. Not given: as the targets are."""
 
     eval_every: int = 1
-    """Evaluate on the test data every so many epochs; 0: only at the end."""
+    """Evaluate on the test data every N epochs; 0: only at the end."""
     eval_train: int = 10_000
     """Training samples for the training metrics at the end, un-augmented."""
     track_train: bool = False
-    """Evaluate them at every evaluation: the training loss at the true weights over time."""
+    """Record the training metrics, at the true weights, at every evaluation."""
     recompute_norm: bool = False
     """Also evaluate with BatchNorm statistics recomputed at the final weights."""
     checkpoint_minutes: float = 5.0
-    """Save at least so often; 0: after every step."""
+    """Save a checkpoint at least this often; 0: after every step."""
     keep: int = 2
     """Checkpoints kept."""
 
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto: a GPU if there is one."""
-    threads: int | None = None
-    """CPU threads; results depend on them to the last bit. None: torch's choice."""
+    threads: Maybe[int] = None
+    """CPU threads; results depend on them to the last bit. Not given: torch's choice."""
     channels_last: bool = False
     """Memory layout of images; faster for convolution nets."""
     workers: int = 0
@@ -204,6 +206,19 @@ def check(config: Config) -> None:
 def from_dict(values: Mapping[str, object]) -> Config:
     """A config from a mapping; unknown names are errors."""
     return Config().override(values)
+
+
+def as_config(given: Config | Mapping[str, object] | None) -> Config:
+    """A config from a `Config`, a mapping of its fields, or nothing.
+
+    >>> as_config({"epochs": 3, "data_options.target": "price"}).data_options
+    {'target': 'price'}
+    """
+    if given is None or isinstance(given, Config):
+        return given or Config()
+    if not isinstance(given, Mapping):
+        raise LabError(f"config must be a Config or a mapping, got {type(given).__name__}.")
+    return from_dict(given)
 
 
 def read_config(file: Path) -> Config:

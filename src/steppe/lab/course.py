@@ -1,4 +1,4 @@
-"""The course of one run: go on from the last checkpoint, train, evaluate, write the result."""
+"""The course of one run: resume from the last checkpoint, train, evaluate, write the result."""
 
 from __future__ import annotations
 

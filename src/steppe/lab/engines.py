@@ -1,6 +1,6 @@
 """Engines: where the runs of a comparison or a sweep are trained, and how many at once.
 
-An engine is asked for a crew, which takes runs and gives back how they ended; what is done with
+An engine is asked for workers, which take runs and give back how they ended; what is done with
 the ends, with Ctrl-C and with progress is the same for all engines (`jobs.run_all`).
 """
 
@@ -36,8 +36,8 @@ Then = Callable[[Result], None]
 """What the training process does with a finished run, as a function of a module."""
 
 
-class Crew(AbstractContextManager["Crew"], Protocol):
-    """Workers that train runs side by side, from entering it to leaving it."""
+class Workers(AbstractContextManager["Workers"], Protocol):
+    """Train runs side by side, from entering it to leaving it."""
 
     def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
         """Train this run when there is room for it."""
@@ -46,7 +46,7 @@ class Crew(AbstractContextManager["Crew"], Protocol):
         """The runs that ended since the last call, or end within so many seconds."""
 
     def events(self) -> list[Event]:
-        """What the runs told since the last call."""
+        """What the runs reported since the last call."""
 
     def stop(self) -> set[int]:
         """Let runs under way save and end; gives those that will never begin."""
@@ -63,9 +63,9 @@ class Engine(Protocol):
         """The device a run will have there; None: what this machine has."""
 
     def open(self) -> AbstractContextManager[None]:
-        """Whatever several crews can share, until the block is left; may be nested."""
+        """What several sets of workers can share, until the block is left; may be nested."""
 
-    def crew(self, runs: int, sources: Sources, store: str | Path | None) -> Crew | None:
+    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Workers | None:
         """Workers for so many runs; None: this process does better alone, one after the other."""
 
 
@@ -82,7 +82,7 @@ class Local:
     def open(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def crew(self, runs: int, sources: Sources, store: str | Path | None) -> Crew | None:
+    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Workers | None:
         processes = min(self.processes, runs)
         return Processes(processes, sources, store) if processes > 1 else None
 
@@ -113,7 +113,7 @@ def chosen(engine: Engine | Literal["local", "ray"], jobs: int | None) -> Engine
 
 
 class Processes(AbstractContextManager["Processes"]):
-    """A crew of processes on this machine."""
+    """Processes on this machine."""
 
     def __init__(self, processes: int, sources: Sources, store: str | Path | None) -> None:
         _check_picklable(sources)
@@ -153,8 +153,8 @@ def _end(future: Future[Result]) -> End:
     error = future.exception()
     if isinstance(error, BrokenProcessPool):
         told = LabError(
-            "a training process died, perhaps for want of memory. Finished runs are kept: "
-            "the same command goes on; --jobs 1 needs less memory."
+            "a training process died, perhaps because memory ran out. Finished runs are kept: "
+            "the same command resumes; --jobs 1 needs less memory."
         )
         told.__cause__ = error
         return told

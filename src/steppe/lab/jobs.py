@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steppe.lab.config import Config
-from steppe.lab.engines import Crew, End, Engine, Local, Then, named, trained
+from steppe.lab.engines import End, Engine, Local, Then, Workers, named, trained
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
-from steppe.lab.progress import Display, display
+from steppe.lab.progress import Display, Progress, display
 from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.specs import parse
@@ -54,7 +54,7 @@ def run_all(
     *,
     processes: int = 1,
     engine: Engine | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
     title: str = "all runs",
     show: Display | None = None,
     keep: Keep | None = None,
@@ -62,7 +62,7 @@ def run_all(
     """The results of all jobs, in order; `processes` of them at a time, or as the engine can.
 
     Under torchrun one after the other, each on all ranks. `show` is a display that is open already;
-    `keep` is told of every result as it comes, in this process, also before a stop.
+    `keep` is called with every result as it comes, in this process, also before a stop.
     """
     engine = engine or Local(processes)
     if world().several and not (isinstance(engine, Local) and engine.processes == 1):
@@ -88,11 +88,11 @@ def run_all(
         if show is None:
             weights = {job.label: job.weight for job in open_jobs.values()}
             show = stack.enter_context(display(progress, weights, title))
-        crew = engine.crew(len(open_jobs), sources, store)
-        if crew is None:
+        workers = engine.workers(len(open_jobs), sources, store)
+        if workers is None:
             results |= _one_by_one(open_jobs, sources, store, show, keep)
         else:
-            results |= _side_by_side(open_jobs, crew, show, keep)
+            results |= _side_by_side(open_jobs, workers, show, keep)
     return [results[index] for index in range(len(jobs))]
 
 
@@ -115,17 +115,17 @@ def _one_by_one(
 
 
 def _side_by_side(
-    jobs: Mapping[int, Job], crew: Crew, show: Display, keep: Keep | None
+    jobs: Mapping[int, Job], workers: Workers, show: Display, keep: Keep | None
 ) -> dict[int, Result]:
     """All results; the first error, or a signal, ends the other runs too, which save first."""
     ends: dict[int, End] = {}
     left = set(jobs)
-    with StopSignal() as signal, crew:
+    with StopSignal() as signal, workers:
         for index, job in jobs.items():
-            crew.submit(index, job.label, job.config, job.then)
+            workers.submit(index, job.label, job.config, job.then)
         while left:
-            new = crew.wait(0.1)
-            for event in crew.events():
+            new = workers.wait(0.1)
+            for event in workers.events():
                 show(event)
             for index, end in new.items():
                 if keep is not None and isinstance(end, Result):
@@ -133,7 +133,7 @@ def _side_by_side(
             ends |= new
             left -= set(new)
             if signal.asked or any(isinstance(end, BaseException) for end in ends.values()):
-                left -= crew.stop()
+                left -= workers.stop()
     return _collect(ends, len(jobs))
 
 

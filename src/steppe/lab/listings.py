@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from tyro.conf import Positional
 
-from steppe.lab import data, reproduction
 from steppe.lab.errors import LabError, explained
+from steppe.lab.options import Maybe, Words
 from steppe.lab.recipes import PAPER, RECIPES, recipe
-from steppe.lab.results import stored
 from steppe.lab.runs import DEFAULT_STORE, Run, Store, to_csv
-from steppe.lab.tables import Format, Table, wrapped
+from steppe.lab.tables import Format, Table, terminal_width
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Recipes:
     With a name: its settings, as a config file that --config takes.
     """
 
-    name: Annotated[Positional[str | None], tyro.conf.arg(metavar="RECIPE")] = None
+    name: Annotated[Positional[Maybe[str]], tyro.conf.arg(metavar="RECIPE")] = None
     """Show this recipe's settings."""
     method: str = "sgd"
     """For this method."""
@@ -61,8 +58,8 @@ class Runs:
 
     action: Positional[Literal["list", "show", "remove"]] = "list"
     """What to do."""
-    names: Positional[tuple[str, ...]] = ()
-    """Runs, by folder, name or an unmistakable part of the name."""
+    names: Annotated[Positional[Words], tyro.conf.arg(metavar="[RUN ...]")] = ()
+    """Runs, by folder, name or a part of the name that no other run has."""
     csv: bool = False
     """As CSV: all results (list), or the metrics of each epoch (show)."""
     store: Path = DEFAULT_STORE
@@ -95,42 +92,49 @@ class Runs:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """Show a table of the paper's beside our runs of the full recipes."""
+    """Show a table of the paper beside runs of the full recipes.
+
+    Example: steppe table cifar
+    """
 
     name: Annotated[Positional[str], tyro.conf.arg(metavar="{overview,cifar,imagenet,batches}")]
     """Table 1, Table 2, Table 3, or the ablation over batches."""
     format: Format = "text"
-    """How the table is written."""
+    """Format of the printed table."""
     store: Path = DEFAULT_STORE
     """The folder of runs."""
 
     def run(self) -> None:
-        table = reproduction.table(self.name, self.store).render(self.format)
-        _write(wrapped(table) if self.format == "text" else table)
+        from steppe.lab import reproduction
+
+        table = reproduction.table(self.name, self.store)
+        _write(table.render(self.format, terminal_width()))
 
 
 @dataclass(frozen=True)
 class DataSets:
-    """List the data sets that are there, fetch one, or verify one.
+    """List available data sets, download one, or verify one.
 
     Example: steppe data fetch cifar10
     """
 
     action: Positional[Literal["list", "fetch", "verify"]] = "list"
     """What to do."""
-    names: Positional[tuple[str, ...]] = ()
+    names: Annotated[Positional[Words], tyro.conf.arg(metavar="[NAME ...]")] = ()
     """Data sets."""
-    root: Path | None = None
-    """The folder where data sets are."""
-    url: str | None = None
-    """A mirror to fetch from."""
+    root: Maybe[Path] = None
+    """The folder of data sets. Not given: $STEPPE_DATA, or ~/.cache/steppe."""
+    url: Maybe[str] = None
+    """A mirror to download from."""
 
     def run(self) -> None:
+        from steppe.lab import data
+
         if self.action == "list":
             found = {item.name: item.where for item in data.available(self.root)}
-            rows = [(name, found.get(name, "not here")) for name in data.names()]
+            rows = [(name, found.get(name, "not downloaded")) for name in data.names()]
             _write(_left(rows))
-            _write("\nBesides: folder:PATH (class folders of images), module:function.")
+            _write("\nAlso: a folder of class folders of images, FILE.csv, module:function.")
             return
         if not self.names:
             raise LabError(f"say what to {self.action}: steppe data {self.action} cifar10.")
@@ -145,6 +149,11 @@ class DataSets:
 
 def fetched(name: str, root: Path | None, url: str | None) -> str:
     """Download with a progress bar, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from steppe.lab import data
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -164,6 +173,8 @@ def fetched(name: str, root: Path | None, url: str | None) -> str:
 
 
 def _summary(run: Run) -> dict[str, object]:
+    from steppe.lab.results import stored
+
     result = stored(run)
     record: dict[str, object] = {"run": run.name, "status": run.status}
     if result is None:
@@ -176,10 +187,12 @@ def _summary(run: Run) -> dict[str, object]:
 
 def _about(run: Run) -> str:
     """A run in a few lines: result, where it ran, its files."""
+    from steppe.lab.results import stored
+
     result = stored(run)
     lines = [f"{run.folder}  ({run.status})"]
     if result is None:
-        lines.append(f"step {run.progress()}; go on with: steppe train --resume {run.folder}")
+        lines.append(f"step {run.progress()}; resume with: steppe train --resume {run.folder}")
     else:
         lines.append(result.table())
     lines += [f"{name:10} {value}" for name, value in run.environment.items() if value is not None]

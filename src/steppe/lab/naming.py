@@ -5,11 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+GIVEN = "given:"
+"""Prefix of names of data, models and tasks that came as Python objects."""
+
+PREFIXES = ("folder", "torchvision", "timm", GIVEN[:-1])
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
@@ -38,6 +44,30 @@ def check_options(owner: str, function: Callable[..., Any], options: Mapping[str
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
             guess = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"{owner} has no option {name!r}.{guess} {takes}.")
+
+
+def names_function(name: str) -> bool:
+    """Whether this is `package.module:function`, and not a path or a name with another prefix.
+
+    Examples:
+        >>> [names_function(n) for n in ("mine:data", "folder:pictures", "timm:resnet18")]
+        [True, False, False]
+    """
+    module, _, function = name.partition(":")
+    parts = [*module.split("."), function]
+    return module not in PREFIXES and all(part.isidentifier() for part in parts)
+
+
+def shown_name(name: str) -> str:
+    """A data set's or model's name as tables show it: of a path the last part.
+
+    Examples:
+        >>> [shown_name(n) for n in ("given:net", "folder:/data/pets", "/data/wine.csv", "mlp")]
+        ['net', 'pets', 'wine.csv', 'mlp']
+    """
+    if name.startswith("folder:") or os.sep in name:
+        return Path(name.removeprefix("folder:")).name
+    return name.removeprefix(GIVEN).replace("<lambda>", "own model")
 
 
 def user_function(name: str) -> Callable[..., Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,27 +16,35 @@ from steppe.lab import models, tasks
 from steppe.lab.config import Config
 from steppe.lab.data import Data
 from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
+from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
 from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
-from steppe.lab.naming import user_function
+from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
 from steppe.lab.tasks import Task
 
 ModelFn = Callable[[], nn.Module]
-GIVEN = "given:"
-"""Prefix of names of data, models and tasks that came as Python objects."""
 
 
 @dataclass(frozen=True)
 class Sources:
     """Python objects in place of names: a function that makes the model, data sets, a task.
 
-    `data` may be a function of the seed, for data that should differ between seeds.
+    `data` is a `Data` or a tuple `(train, test)` or `(train, test, validation)`, each a pair of
+    tensors or arrays, a dataset or a DataLoader; or a function of the seed that gives one, for data
+    that should differ between seeds.
     """
 
     model: ModelFn | None = None
-    data: Data | Callable[[int], Data] | None = None
+    data: Any = None
     task: Task | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            _check_model_function(self.model)
+        if self.data is not None and not callable(self.data):
+            with explained("data"):
+                object.__setattr__(self, "data", as_data(self.data))
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,30 @@ class Problem:
     data: Data
     model: nn.Module
     task: Task
+
+
+def _check_model_function(model: object) -> None:
+    """Raise unless this is a function that can be called without arguments."""
+    if isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise LabError(
+            f"model must be a function that makes a new model, got a {kind}: every run starts from "
+            f"new weights. Pass the class or a function, for example lambda: {kind}(...)."
+        )
+    if not callable(model):
+        raise LabError(
+            f"model must be a name or a function that makes a model, got {type(model).__name__}."
+        )
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):  # built in: nothing is known about it
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
+    if needed:
+        raise LabError(
+            f"the model function takes {', '.join(needed)}, but is called without arguments. Fix "
+            "them: functools.partial(function, …) or a lambda."
+        )
 
 
 def named(config: Config, sources: Sources) -> Config:
@@ -59,10 +93,13 @@ def named(config: Config, sources: Sources) -> Config:
         changes["task"] = GIVEN + sources.task.name
         code.append(sources.task.loss)
     for name in (config.data, config.model, config.task):
-        if name and _is_user_code(name):
+        if name and names_function(name):
             with explained(name):
                 code.append(user_function(name))
     fingerprint = source_fingerprint(*code) if code else ""
+    if sources.data is None:
+        changes["data"] = datasets.located(config.data)
+        fingerprint += datasets.content_fingerprint(changes["data"])
     if isinstance(sources.data, Data):
         fingerprint += data_fingerprint(sources.data)
     if config.init is not None:
@@ -97,7 +134,10 @@ def load_data(config: Config, sources: Sources) -> Data:
     with explained(f"data {config.data!r}"):
         if sources.data is not None:
             given = sources.data if isinstance(sources.data, Data) else sources.data(seed)
-            return _prepared(given, config, seed)
+            return _prepared(as_data(given), config, seed)
+        options = dict(config.data_options)
+        if datasets.is_table(config.data) and config.task in ("classification", "regression"):
+            options.setdefault("task", config.task)
         return datasets.load(
             config.data,
             root=None if config.root is None else Path(config.root),
@@ -106,7 +146,7 @@ def load_data(config: Config, sources: Sources) -> Data:
             label_noise=config.label_noise,
             augment=config.augment,
             validation=config.validation,
-            **config.data_options,
+            **options,
         )
 
 
@@ -124,7 +164,12 @@ def _prepared(data: Data, config: Config, seed: int) -> Data:
 def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:
     """A newly initialised model for the data."""
     if sources.model is not None:
-        return sources.model()
+        model: object = sources.model()
+        if not isinstance(model, nn.Module):
+            raise LabError(
+                f"the model function must return a torch.nn.Module, got {type(model).__name__}."
+            )
+        return model
     with explained(f"model {config.model!r}"):
         return models.build(
             config.model,
@@ -155,13 +200,3 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
             f"classes. Build the model with {data.classes} outputs."
         )
     task.measure(outputs, y)
-
-
-def shown_name(name: str) -> str:
-    """A data set's or model's name as tables show it."""
-    return name.removeprefix(GIVEN).replace("<lambda>", "own model")
-
-
-def _is_user_code(name: str) -> bool:
-    prefix, colon, _ = name.partition(":")
-    return bool(colon) and prefix not in ("torchvision", "timm", GIVEN[:-1])

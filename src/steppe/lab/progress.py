@@ -1,4 +1,4 @@
-"""How a training tells where it is: events, shown as bars, as log lines, or not at all."""
+"""How a training reports its progress: events, shown as bars, as log lines, or given to a function."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from steppe.lab.ranks import world
 
@@ -21,15 +21,23 @@ logger = logging.getLogger("steppe")
 
 @dataclass(frozen=True)
 class Event:
-    """A run has reached a step; `done` closes it, with a word on how it ended."""
+    """A run has reached a step; `done` is "finished" or "diverged" in its last event.
+
+    Events come some ten times a second, and after every epoch and evaluation.
+    """
 
     run: str
+    """The run's name, `arwp seed 0`."""
     step: int
+    """Optimizer steps done."""
     steps: int
+    """Optimizer steps in all."""
     loss: float | None = None
+    """The newest training loss."""
     metrics: tuple[tuple[str, float], ...] = ()
-    """The newest evaluation, by name."""
+    """The newest evaluation: pairs of name and value."""
     done: str = ""
+    """How the run ended; empty while it is trained."""
 
     def words(self) -> str:
         """`loss 0.4321  accuracy 93.1`"""
@@ -38,6 +46,9 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+
+Progress = bool | Listener | None
+"""True or False shows or hides it, None shows it where a person is looking, a function is called."""
 
 
 class Display(Protocol):
@@ -58,6 +69,19 @@ class Silent(AbstractContextManager["Silent"]):
 
     def __call__(self, event: Event) -> None:
         return
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+class Called(AbstractContextManager["Called"]):
+    """Gives every event to a function of the user's."""
+
+    def __init__(self, function: Listener) -> None:
+        self.function = function
+
+    def __call__(self, event: Event) -> None:
+        self.function(event)
 
     def __exit__(self, *_: object) -> None:
         return
@@ -119,20 +143,20 @@ class Bars(AbstractContextManager["Bars"]):
 
     def __init__(self, weights: Mapping[str, float], title: str) -> None:
         self.weights = weights
-        self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rate]}", style="cyan"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            TextColumn("{task.fields[words]}"),
+        self.progress = rich_progress.Progress(
+            rich_progress.TextColumn("[bold]{task.description}"),
+            rich_progress.BarColumn(bar_width=24),
+            rich_progress.TextColumn("{task.percentage:>3.0f}%"),
+            rich_progress.TextColumn("{task.fields[rate]}", style="cyan"),
+            rich_progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            rich_progress.TextColumn("{task.fields[words]}"),
             console=Console(stderr=True),
             speed_estimate_period=120,
         )
-        self.tasks: dict[str, TaskID] = {}
+        self.tasks: dict[str, rich_progress.TaskID] = {}
         self.parts: dict[str, float] = {}
         self.finished = 0
-        self.whole: TaskID | None = None
+        self.whole: rich_progress.TaskID | None = None
         if len(weights) > 1:
             words = f"0/{len(weights)} runs"
             self.whole = self.progress.add_task(
@@ -158,7 +182,9 @@ class Bars(AbstractContextManager["Bars"]):
         if self.whole is not None:
             self._move_whole(event, task, self.whole)
 
-    def _move_whole(self, event: Event, task: TaskID, whole: TaskID) -> None:
+    def _move_whole(
+        self, event: Event, task: rich_progress.TaskID, whole: rich_progress.TaskID
+    ) -> None:
         part = 1.0 if event.done else event.step / event.steps
         self.parts[event.run] = part
         done = sum(self.weights.get(run, 1.0) * share for run, share in self.parts.items())
@@ -171,14 +197,18 @@ class Bars(AbstractContextManager["Bars"]):
 
 
 def display(
-    show: bool | None, weights: Mapping[str, float] | None = None, title: str = "all runs"
+    show: Progress, weights: Mapping[str, float] | None = None, title: str = "all runs"
 ) -> Display:
     """Bars on a terminal and in notebooks, else log lines; `show=False`, and all ranks but 0: nothing.
+
+    A function is called with every event instead.
 
     `weights` gives the share of work of each run, by name, where there are several.
     """
     if show is False or not world().leads:
         return Silent()
+    if callable(show):
+        return Called(show)
     weights = weights or {}
     notebook = "ipykernel" in sys.modules
     if notebook or sys.stderr.isatty():

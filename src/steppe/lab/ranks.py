@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steppe.lab.errors import LabError
+from steppe.lab.launch import rank_and_size
 
 T = TypeVar("T")
 
@@ -121,10 +122,7 @@ def world() -> World:
 
 def launched() -> World:
     """This process as torchrun started it, before there is a process group."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size < 2 or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        return World()
-    return World(int(os.environ["RANK"]), size)
+    return World(*rank_and_size())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Ray: every run a task of a Ray cluster, started here for the purpose or running elsewhere.
 
 A run that another machine trains tells its progress to a board (an actor beside the driver), which
-also tells it to stop. A run whose worker died is submitted again and goes on from its checkpoint;
+also tells it to stop. A run whose worker died is submitted again and resumes from its checkpoint;
 an error that the run itself raises is not tried again.
 """
 
@@ -101,7 +101,7 @@ class Ray:
         finally:
             ray.shutdown()
 
-    def crew(self, runs: int, sources: Sources, store: str | Path | None) -> Tasks:
+    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Tasks:
         return Tasks(self, sources, store)
 
 
@@ -134,7 +134,7 @@ def _knock(address: str) -> None:
 
 
 class Tasks(AbstractContextManager["Tasks"]):
-    """A crew of Ray workers."""
+    """Tasks of a Ray cluster."""
 
     def __init__(self, engine: Ray, sources: Sources, store: str | Path | None) -> None:
         self.engine, self.sources, self.store = engine, sources, store
@@ -173,7 +173,7 @@ class Tasks(AbstractContextManager["Tasks"]):
         return board.options(num_cpus=0, scheduling_strategy=strategy).remote()
 
     def _leave(self) -> None:
-        """On a cluster that stays, nothing of this crew does."""
+        """On a cluster that stays, nothing of these workers does."""
         for task in self._open:
             self._ray.cancel(task, force=True)
         self._ray.kill(self._board)
@@ -238,8 +238,8 @@ class Tasks(AbstractContextManager["Tasks"]):
         reason = str(error).partition("\n")[0]
         if trial.attempt >= self.engine.retries:
             told = LabError(
-                f"the worker of {trial.label} died {trial.attempt + 1} times, perhaps for want of "
-                f"memory: {reason} Finished runs are kept: the same command goes on."
+                f"the worker of {trial.label} died {trial.attempt + 1} times, perhaps because "
+                f"memory ran out: {reason} Finished runs are kept: the same command resumes."
             )
             told.__cause__ = error
             return told

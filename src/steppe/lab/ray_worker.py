@@ -1,4 +1,4 @@
-"""A run in a Ray worker: what travels there, what it tells on the way, what comes back."""
+"""A run in a Ray worker: what is sent there, what it reports on the way, what comes back."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run as it travels to a worker."""
+    """A run as it is sent to a worker."""
 
     index: int
     label: str

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from steppe.lab.config import Config, from_dict
 from steppe.lab.errors import LabError
-from steppe.lab.problems import shown_name
+from steppe.lab.naming import shown_name
 from steppe.lab.runs import Run
 
 

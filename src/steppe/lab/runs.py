@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 from steppe.lab.checkpoints import checkpoints, write_atomic
 from steppe.lab.config import Config, from_dict
 from steppe.lab.errors import LabError
+from steppe.lab.naming import shown_name
 
 Record = dict[str, Any]
 Status = Literal["finished", "diverged", "unfinished"]
@@ -113,7 +114,7 @@ class Store:
 
     def place(self, config: Config) -> Run:
         """Where a run with this config lives."""
-        about = config.recipe or f"{config.data}-{config.model}"
+        about = config.recipe or f"{shown_name(config.data)}-{shown_name(config.model)}"
         method = config.method.partition(":")[0]
         readable = "".join(c if c.isalnum() else "-" for c in f"{about}-{method}").strip("-")
         return Run(self.folder / f"{readable}-seed{config.seed}-{config.identity}")

@@ -1,17 +1,18 @@
-"""What a comparison says: its table and its plain sentence."""
+"""What a comparison says: its table and its sentence."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from steppe.lab.problems import shown_name
+from steppe.lab.naming import shown_name
 from steppe.lab.statistics import ENOUGH, Difference, mean_std, mean_words
 from steppe.lab.tables import Table, join_words, signed
 
 if TYPE_CHECKING:
     from steppe.lab.comparison import Comparison, Row
 
+HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "rmse": False, "mae": False}
 NAMES = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "rmse": "RMSE", "mae": "MAE"}
 
 
@@ -21,11 +22,11 @@ def comparison_table(comparison: Comparison) -> Table:
     header = (
         "method",
         "strength",
-        NAMES.get(metric, metric),
+        _heading(metric, comparison),
         f"− {comparison.baseline.label.partition(' ')[0]} [interval]",
         "p (Holm)",
         "gap",
-        *(NAMES.get(name, name) for name in _others(comparison)),
+        *(_heading(name, comparison) for name in _others(comparison)),
         "time ×",
         "FLOPs ×",
         "n",
@@ -44,10 +45,10 @@ def comparison_numbers(comparison: Comparison) -> Table:
     )
     rows = []
     for row in comparison.rows:
-        told = row.difference
+        found = row.difference
         difference: tuple[object, ...] = ("",) * 6
-        if told is not None:
-            difference = (told.mean, told.low, told.high, told.p, told.p_holm, told.verdict)
+        if found is not None:
+            difference = (found.mean, found.low, found.high, found.p, found.p_holm, found.verdict)
         cells: tuple[object, ...] = (
             *(row.label, row.spec, row.strength, row.chosen, row.trials, len(row.finished)),
             *mean_std(row.values("test", metric)),
@@ -59,6 +60,13 @@ def comparison_numbers(comparison: Comparison) -> Table:
         )
         rows.append(tuple(str(cell) for cell in cells))
     return Table(header, tuple(rows))
+
+
+def _heading(name: str, comparison: Comparison) -> str:
+    """A metric's name with an arrow the way that is better, where that is known."""
+    better = {comparison.example.metric: comparison.example.higher_is_better}
+    arrows = {True: " ↑", False: " ↓", None: ""}
+    return NAMES.get(name, name) + arrows[{**HIGHER_IS_BETTER, **better}.get(name)]
 
 
 def _others(comparison: Comparison) -> list[str]:
@@ -132,25 +140,26 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
     environment = comparison.example.environment
     lines = [comparison.sentence()] if comparison.sentence() else []
     lines.append(
-        "Mean ± standard deviation over seeds, final model. Differences are paired by seed, with "
-        "t-intervals at the level of Holm's test over all rows. Gap: how much better the metric is on training data. Time: of "
-        "the training steps, median of the pairs that ran on equal machines."
+        "Final model, mean ± standard deviation over seeds; ↑ higher is better, ↓ lower is better. "
+        "Differences are paired by seed, intervals and p-values Holm-corrected over all rows. Gap: "
+        "how much better the metric is on training data. Time: training steps only, median over "
+        "pairs of runs on equal machines."
     )
     tuned = [row for row in comparison.rows if row.trials]
     if tuned:
         trials = join_words([f"{row.label} {row.trials}" for row in tuned])
         lines.append(
-            "Strengths were tuned on a validation split of the training data, with other seeds "
-            f"(runs spent: {trials}). Test data chose nothing."
+            "Strengths were chosen on a validation split of the training data, with other seeds "
+            f"(runs: {trials})."
         )
     elif any(row.chosen == "default" for row in comparison.rows):
-        lines.append("Strengths not given are the defaults, untuned (--tune chooses them).")
+        lines.append("Strengths that were not given are untuned defaults (--tune chooses them).")
     ranks = environment.get("ranks", 1)
     lines.append(
         f"torch {environment.get('torch')}, steppe {environment.get('steppe')} "
         f"({environment.get('commit') or 'installed'}), {environment.get('processor')}, "
-        f"{environment.get('threads')} thread(s) a run"
-        f"{f', on each of {ranks} ranks' if ranks > 1 else ''}."
+        f"{environment.get('threads')} thread{'s' if environment.get('threads') != 1 else ''} per "
+        f"run{f', on each of {ranks} ranks' if ranks > 1 else ''}."
     )
     return tuple(lines)
 
@@ -173,8 +182,9 @@ def comparison_sentence(comparison: Comparison) -> str:
     if rows := groups.get("no difference seen"):
         least = max(_difference(r).smallest for r in rows)
         parts.append(
-            f"no difference to {base.label} was seen for {join_words([r.label for r in rows])} "
-            f"(one below {least:.{digits}f}{unit} could not have been)"
+            f"no significant difference from {base.label} for "
+            f"{join_words([r.label for r in rows])} "
+            f"(minimum detectable difference {least:.{digits}f}{unit})"
         )
     n = len(comparison.seeds)
     seeds = "1 seed" if n == 1 else f"{n} seeds"
@@ -198,7 +208,7 @@ def _too_few(groups: dict[str, list[Row]], digits: int, unit: str) -> str:
         least = max(_difference(row).smallest for row in rows)
         text += (
             f": the largest difference is {signed(_difference(most).mean, digits)}{unit} "
-            f"({most.label}), and one below {least:.{digits}f} could not be told from chance"
+            f"({most.label}), the minimum detectable difference {least:.{digits}f}"
         )
     return text + "."
 

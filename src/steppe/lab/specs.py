@@ -6,27 +6,21 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 import steppe
 from steppe.lab.coercion import coerce, field_types, literal
 from steppe.lab.config import Config, Value
 from steppe.lab.errors import LabError, unknown
 
-METHODS: dict[str, Callable[..., steppe.Method]] = {
-    "sgd": steppe.sgd,
-    "sam": steppe.sam,
-    "rwp": steppe.rwp,
-    "arwp": steppe.arwp,
-    "m-rwp": steppe.m_rwp,
-    "m-arwp": steppe.m_arwp,
-    "asam": steppe.asam,
-    "lpf-sgd": steppe.lpf_sgd,
-    "antithetic-rwp": steppe.antithetic_rwp,
-    "msam": steppe.msam,
-}
+if TYPE_CHECKING:
+    from torch import nn
+
+METHODS = (
+    *("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp"),
+    *("asam", "lpf-sgd", "antithetic-rwp", "msam"),
+)
+"""The functions of `steppe` that make methods, with hyphens."""
 PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
 """The six methods of the paper's tables."""
 
@@ -34,7 +28,7 @@ STRENGTHS = ("sigma", "ratio", "rho")
 SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
     "cosine": lambda end: steppe.cosine_increase(0, end),
     "linear": lambda end: steppe.linear(0, end),
-    "constant": steppe.constant,
+    "constant": lambda end: steppe.constant(end),
 }
 INCREASING = ("rwp", "arwp")
 """Methods whose strength rises over training in the paper, and so by default here."""
@@ -81,7 +75,7 @@ class Spec:
         return None
 
     def strength_for(self, model: nn.Module | None) -> tuple[str, float] | None:
-        """The strength as given, or the default for this model; None for plain training."""
+        """The strength as given, or the default for this model; None for the baseline."""
         if self.strength is not None:
             return self.strength
         method = self._make(self.options)
@@ -116,7 +110,7 @@ class Spec:
     def _make(self, options: Mapping[str, Any]) -> steppe.Method:
         arguments = {name: value for name, value in options.items() if name != "schedule"}
         try:
-            return METHODS[self.name](**arguments)
+            return _function(self.name)(**arguments)
         except (TypeError, ValueError) as error:
             raise LabError(f"{self}: {error}") from error
 
@@ -125,6 +119,11 @@ def parse(text: str) -> Spec:
     """A spec from `name` or `name:option=value,…`; options that are config fields change those."""
     name, _, rest = text.strip().partition(":")
     name = name.strip().lower().replace("_", "-")
+    if name in ("adam", "adamw"):
+        raise LabError(
+            f"{name} is an optimizer: --optimizer {name} (in Python, optimizer={name!r} in the "
+            "config) trains every method with it, and the baseline is then called by its name."
+        )
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     options: dict[str, Value] = {}
@@ -140,10 +139,86 @@ def parse(text: str) -> Spec:
         elif key in types and key != "method":
             fields[key] = coerce(key, value, types[key])
         else:
+            if not option_names(name):
+                raise LabError(f"{name} has no options, got {key!r}.")
             raise unknown(f"option of {name}", key, option_names(name))
     spec = Spec(name, options, fields)
-    spec.build(steps=1)  # the method itself checks its values
+    if name != "sgd":  # which has nothing to check, and `--help` must not wait for torch
+        spec.build(steps=1)  # the method itself checks its values
     return spec
+
+
+def as_spec(method: str | Spec | steppe.Method) -> Spec:
+    """The spec of a method given as text or as an object, `steppe.arwp(ratio=0.6)`.
+
+    An object with a strength of its own keeps it as `attach` would: a number is constant, a
+    schedule of steppe's without a length gets that of the training. Without a strength it is the
+    method by name.
+
+    >>> str(as_spec(steppe.m_rwp(ratio=0.9, lam=0.3))), str(as_spec(steppe.arwp()))
+    ('m-rwp:ratio=0.9,lam=0.3', 'arwp')
+    """
+    if isinstance(method, Spec):
+        return method
+    if isinstance(method, str):
+        return parse(method)
+    if not isinstance(method, steppe.Method):
+        raise LabError(
+            'a method is a text such as "arwp:ratio=.6" or an object such as steppe.arwp(), got '
+            f"{getattr(method, '__name__', type(method).__name__)}."
+        )
+    name = method.name.replace("_", "-")
+    if name in METHODS:
+        spec, same = _described(name, method)
+        if same == method:
+            return spec
+    raise LabError(
+        f"{method.name} cannot be trained by the lab, which makes the methods that steppe's functions "
+        "make, with numbers, linear, cosine_increase or constant as strengths. Train a method of "
+        "your own in your own loop: steppe.attach."
+    )
+
+
+def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
+    """The spec that says what can be read off a method, and the method that its values make."""
+    noisy = next((each for each in method.passes if each.perturbation), method.passes[0])
+    values: dict[str, Any] = {
+        "lam": noisy.weight,
+        "same_batch": method.feed == "one",
+        "m": method.m,
+        "samples": len(method.passes),
+        "elementwise": type(noisy.perturbation).__name__ == "ElementwiseGaussian",
+    }
+    written: dict[str, Value] = {}
+    exact: dict[str, Any] = {}
+    for key, parameter in inspect.signature(_function(name)).parameters.items():
+        value = values.get(key, getattr(noisy.perturbation, key, None))
+        if value == parameter.default or (key in STRENGTHS and method.defaults is not None):
+            continue
+        exact[key] = value
+        if key in STRENGTHS:
+            value, shape = _strength_and_shape(value)
+            if shape != Spec(name).shape:
+                written["schedule"] = shape
+        written[key] = value
+    strength_first = dict(sorted(written.items(), key=lambda item: item[0] not in STRENGTHS))
+    return Spec(name, strength_first), _function(name)(**exact)
+
+
+def _strength_and_shape(strength: Any) -> tuple[Value, str]:
+    """`(0.01, "cosine")` of cosine_increase(0, 0.01)."""
+    shapes = {"CosineIncrease": "cosine", "Linear": "linear", "Constant": "constant"}
+    shape = shapes.get(type(strength).__name__)
+    if shape is None and not callable(strength):
+        return strength, "constant"
+    if shape == "constant":
+        return strength.value, shape
+    if shape is None or strength.start != 0 or strength.steps is not None:
+        raise LabError(
+            f"{strength}: in the lab a strength is a number, or linear(0, end) or "
+            "cosine_increase(0, end) over the whole training, without steps."
+        )
+    return strength.end, shape
 
 
 def adapted(base: Spec, given: Spec) -> Spec:
@@ -154,12 +229,12 @@ def adapted(base: Spec, given: Spec) -> Spec:
 
 def option_names(name: str) -> list[str]:
     """The options a method takes on the command line."""
-    names = list(inspect.signature(METHODS[name]).parameters)
+    names = list(inspect.signature(_function(name)).parameters)
     return [*names, "schedule"] if any(word in names for word in STRENGTHS) else names
 
 
 def label(spec: Spec, optimizer: str = "sgd") -> str:
-    """How tables call the method, its strength apart; plain training goes by its optimizer's name.
+    """How tables call the method, its strength apart; the baseline goes by its optimizer's name.
 
     >>> label(parse("m-arwp:ratio=.9,lam=.3"))
     'm-ARWP (lam 0.3)'
@@ -169,6 +244,11 @@ def label(spec: Spec, optimizer: str = "sgd") -> str:
     extra = {**spec.options, **spec.fields}
     shown = [f"{key} {_write(value)}" for key, value in extra.items() if key not in STRENGTHS]
     return f"{base} ({', '.join(shown)})" if shown else base
+
+
+def _function(name: str) -> Callable[..., steppe.Method]:
+    function: Callable[..., steppe.Method] = getattr(steppe, name.replace("-", "_"))
+    return function
 
 
 def _write(value: object) -> str:

@@ -27,8 +27,8 @@ class Difference:
 
     `low` and `high` are at the level that Holm's test used for this row, so that an interval
     excludes zero exactly where the verdict says "better" or "worse"; `low95` and `high95` are
-    the ordinary 95 % interval of this row alone. `smallest` is the smallest mean difference
-    that these seeds could have told from zero.
+    the ordinary 95 % interval of this row alone. `smallest` is the minimum detectable difference:
+    the smallest mean that these seeds would have found significant.
     """
 
     n: int

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from steppe.lab.coercion import literal
-from steppe.lab.config import Config
+from steppe.lab.config import Config, as_config
 from steppe.lab.engines import Engine, chosen
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.jobs import Job, run_all
+from steppe.lab.naming import shown_name
 from steppe.lab.problems import Sources
+from steppe.lab.progress import Progress
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.specs import option_names, parse
@@ -55,7 +57,7 @@ class Sweep:
     def best(self) -> Point:
         """The point with the best mean; only a sweep on validation data may choose."""
         if self.split != "validation":
-            raise LabError("test data chooses nothing: sweep with validation=0.2 to pick a best.")
+            raise LabError("a best point is chosen on validation data: sweep with validation=0.2.")
         up = self.points[0].results[0].higher_is_better
 
         def score(point: Point) -> float:
@@ -66,8 +68,8 @@ class Sweep:
 
         return max(self.points, key=score)
 
-    def table(self, form: Format = "text") -> str:
-        """One row per point."""
+    def table(self, form: Format = "text", width: int | None = None) -> str:
+        """One row per point; text in lines of at most `width`, if given."""
         metric = self.points[0].results[0].metric
         names = tuple(self.points[0].values)
         rows = []
@@ -79,10 +81,11 @@ class Sweep:
         note: tuple[str, ...] = ()
         if self.split == "validation":
             best = ", ".join(f"{name}={value}" for name, value in self.best().values.items())
-            note = (f"Best on the validation split: {best}. Test data chose nothing.",)
-        title = f"{self.config.data}, {self.config.model}, {self.config.method}"
+            note = (f"Best on the validation split: {best}.",)
+        data, model = shown_name(self.config.data), shown_name(self.config.model)
+        title = f"{data}, {model}, {self.config.method}"
         header = (*names, f"{self.split} {metric}", "n")
-        return Table(header, tuple(rows), title, note).render(form)
+        return Table(header, tuple(rows), title, note).render(form, width)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -97,7 +100,7 @@ class Sweep:
 
 
 def sweep(
-    config: Config,
+    config: Config | Mapping[str, object],
     grid: Grid,
     seeds: int | Sequence[int] = 1,
     *,
@@ -105,18 +108,21 @@ def sweep(
     store: str | Path | None = DEFAULT_STORE,
     jobs: int | None = None,
     engine: Engine | Literal["local", "ray"] = "local",
-    progress: bool | None = None,
+    progress: Progress = None,
 ) -> Sweep:
     """Train every combination of the grid's values; keys are config fields or method options.
 
-    With `config.validation` above zero the points are judged on the validation split, which may
-    choose a best; without, on the test data, which may not. `jobs` and `engine` as in `compare`.
+    With `config.validation` above zero the points are judged on the validation split, and `best()`
+    is the best of them; without, the test metric is shown and no point is chosen. `jobs`, `engine` and `progress` as in `compare`.
     """
     place = chosen(engine, jobs)
+    config = as_config(config)
     config = config.replace(threads=config.threads or place.threads)
     if not grid:
         raise LabError("a sweep needs something to vary, for example --over lr=.01,.1.")
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers:
+        raise LabError("a sweep needs at least one seed.")
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]

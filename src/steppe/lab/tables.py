@@ -16,6 +16,17 @@ from steppe.lab.errors import unknown
 
 Format = Literal["text", "markdown", "csv"]
 
+STYLE = """
+.steppe-table { overflow-x: auto; }
+.steppe-table table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.steppe-table th, .steppe-table td { padding: 7px 14px 7px 0; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid #8884; background: none; }
+.steppe-table th:first-child { text-align: left; }
+.steppe-table thead th { opacity: .7; font-weight: 600; }
+.steppe-table p { max-width: 85ch; }
+"""
+"""The report's table, in colours of whatever notebook it is shown in."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -26,25 +37,50 @@ class Table:
     title: str = ""
     notes: tuple[str, ...] = ()
 
-    def render(self, form: Format = "text") -> str:
-        """The table in one of its forms."""
-        forms = {"text": self.text, "markdown": self.markdown, "csv": self.csv}
+    def render(self, form: Format = "text", width: int | None = None) -> str:
+        """The table in one of its forms; text in lines of at most `width`, if given."""
+        if form == "text":
+            return self.text(width)
+        forms = {"markdown": self.markdown, "csv": self.csv}
         if form not in forms:
-            raise unknown("table format", form, forms)
+            raise unknown("table format", form, ("text", *forms))
         return forms[form]()
 
-    def text(self) -> str:
-        """Aligned columns: words to the left, numbers to the right."""
-        lines = [self.header, *self.rows]
-        widths = [max(_width(line[i]) for line in lines) for i in range(len(self.header))]
-        words = [_is_words([row[i] for row in self.rows]) for i in range(len(self.header))]
-        out = [self.title, ""] if self.title else []
-        for number, line in enumerate(lines):
-            cells = [_pad(cell, widths[i], left=words[i]) for i, cell in enumerate(line)]
+    def text(self, width: int | None = None) -> str:
+        """Aligned columns: words to the left, numbers to the right.
+
+        Columns that do not fit into `width` follow below, the first column beside them again.
+        """
+        blocks = [self._block(columns) for columns in self._fitting(width)]
+        parts = [[self.title] if self.title else [], *blocks, list(self.notes)]
+        return "\n\n".join(wrapped("\n".join(lines), width) for lines in parts if lines)
+
+    def _fitting(self, width: int | None) -> list[list[int]]:
+        """The columns in groups that fit into the width, each with the first column."""
+        sizes = self._sizes
+        groups = [[0]]
+        for column in range(1, len(sizes)):
+            used = sum(sizes[i] + 2 for i in groups[-1])
+            if width is not None and used + sizes[column] > width and len(groups[-1]) > 1:
+                groups.append([0])
+            groups[-1].append(column)
+        return groups
+
+    @property
+    def _sizes(self) -> list[int]:
+        lines = (self.header, *self.rows)
+        return [max(_width(line[i]) for line in lines) for i in range(len(self.header))]
+
+    def _block(self, columns: list[int]) -> list[str]:
+        sizes = self._sizes
+        words = {i: _is_words([row[i] for row in self.rows]) for i in columns}
+        out = []
+        for number, line in enumerate((self.header, *self.rows)):
+            cells = [_pad(line[i], sizes[i], left=words[i]) for i in columns]
             out.append("  ".join(cells).rstrip())
             if number == 0:
-                out.append("  ".join("─" * width for width in widths))
-        return "\n".join([*out, *([""] if self.notes else []), *self.notes])
+                out.append("  ".join("─" * sizes[i] for i in columns))
+        return out
 
     def markdown(self) -> str:
         """A Markdown table with the title in bold, words to the left, numbers to the right.
@@ -69,15 +105,18 @@ class Table:
         return stream.getvalue().rstrip("\n")
 
     def html(self) -> str:
-        """For notebooks."""
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        """For notebooks, in the look of the report's tables."""
+        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in self.header)
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            f'<tr><th scope="row">{html.escape(row[0])}</th>'
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:])
+            + "</tr>"
             for row in self.rows
         )
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
-        return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f'<div class="steppe-table"><style>{STYLE}</style>{title}{table}{notes}</div>'
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -97,14 +136,20 @@ def join_words(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
-def wrapped(text: str, columns: int | None = None) -> str:
-    """Text with its long sentences broken at the terminal's width; rows of a table stay whole."""
-    width = min(columns or shutil.get_terminal_size((100, 24)).columns, 120)
+def wrapped(text: str, width: int | None) -> str:
+    """Text with its long sentences broken at a width, if given; rows of a table stay whole."""
+    if width is None:
+        return text
     lines = []
     for line in text.splitlines():
         is_sentence = "  " not in line and len(line) > width
         lines += textwrap.wrap(line, width) if is_sentence else [line]
     return "\n".join(lines)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, 80 where there is none, and not more than are pleasant to read."""
+    return min(shutil.get_terminal_size((80, 24)).columns, 120)
 
 
 def _width(text: str) -> int:

@@ -224,12 +224,12 @@ class Trainer:
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
 
     def _load_random(self, state: dict[str, Any]) -> None:
-        """This rank's own random state, where as many ranks go on as stopped."""
+        """This rank's own random state, where as many ranks resume as stopped."""
         random = [(state["random"], state["random_cuda"])]
         random = state.get("random_ranks", random)
         if len(random) != self.world.size:
             logger.warning(
-                "this run was saved on %d ranks and goes on on %d: it will not be bit-identical",
+                "this run was saved on %d ranks and resumes on %d: it will not be bit-identical",
                 len(random),
                 self.world.size,
             )
@@ -267,7 +267,7 @@ def check_ranks(method: steppe.Method, size: int) -> None:
     if lies_over_ranks(method) and size % count:
         works = ", ".join(str(count * k) for k in range(1, 4))
         raise LabError(
-            f"{method.name} lays its {count} passes over the ranks, which {size} cannot be divided "
+            f"{method.name} runs its {count} passes on different ranks, which {size} cannot be divided "
             f"into. Start {works}, … processes with torchrun --nproc-per-node."
         )
 
@@ -312,7 +312,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: steppe.Method, config: Config
 ) -> steppe.Perturber:
-    """steppe on this model, with a person's mistakes told as such."""
+    """steppe on this model; errors of the user's settings as such."""
     several = isinstance(model, DistributedDataParallel) and len(method.passes) > 1
     in_turn: Literal["microbatches"] | None = None
     if several and not lies_over_ranks(method):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from steppe.lab.config import Config
+from steppe.lab.config import Config, as_config
 from steppe.lab.course import Course
 from steppe.lab.errors import DivergedError, LabError
 from steppe.lab.problems import Sources, load_problem, named
-from steppe.lab.progress import Listener, display
+from steppe.lab.progress import Listener, Progress, display
 from steppe.lab.ranks import check_device, world
 from steppe.lab.results import Result, stored
 from steppe.lab.runs import DEFAULT_STORE, Run, Store, locked
@@ -23,20 +23,24 @@ logger = logging.getLogger("steppe")
 
 
 def train(
-    config: Config,
+    config: Config | Mapping[str, object],
     *,
     sources: Sources | None = None,
     store: str | Path | None = DEFAULT_STORE,
-    progress: bool | None = None,
+    progress: Progress = None,
 ) -> Result:
-    """Train one run and give its result; a finished run is not trained again, a stopped one goes on.
+    """Train one run and give its result; a finished run is not trained again, a stopped one resumes.
 
-    `store` is the folder of run folders (None: nothing is kept). `sources` brings model, data or
-    task as Python objects. A loss that is not a number raises `DivergedError`, Ctrl-C `Interrupted`
-    after saving.
+    A loss that is not a number raises `DivergedError`, Ctrl-C `Interrupted` after saving.
+
+    Args:
+        config: What to train: a `Config` or a mapping of its fields.
+        sources: Model, data or task as Python objects, in place of the config's names.
+        store: The folder of run folders; None keeps nothing.
+        progress: True or False shows or hides it; a function is called with each `Event`.
     """
     with display(progress) as show:
-        result = run_config(config, sources or Sources(), store, show)
+        result = run_config(as_config(config), sources or Sources(), store, show)
     if result.status == "diverged":
         raise DivergedError(result.message)
     return result

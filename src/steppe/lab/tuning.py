@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from steppe.lab.config import Config
-from steppe.lab.jobs import Job
-from steppe.lab.problems import Sources, load_problem
-from steppe.lab.results import Result
+from steppe.lab.errors import LabError
 from steppe.lab.specs import Spec
 
-Run = Callable[[Sequence[Job], str], list[Result]]
-"""From trials and a title for them to their results, in order."""
+if TYPE_CHECKING:
+    from torch import nn
+
+    from steppe.lab.jobs import Job
+    from steppe.lab.problems import Sources
+    from steppe.lab.results import Result
+
+    Run = Callable[[Sequence[Job], str], list[Result]]
+    """From trials and a title for them to their results, in order."""
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FIRST_SEED = 10_000
@@ -31,11 +35,19 @@ class Tune:
     seeds: int = 2
     """Runs per value, with seeds that are not reported."""
     validation: float = 0.2
-    """The part of the training data that is held out for choosing; wrong labels stay in it."""
+    """The fraction of the training data held out to choose by (with its noisy labels)."""
     extend: bool = True
-    """Where the best value is at the grid's edge, try two more beyond it, once."""
+    """If the best value is at the edge of the grid, try two more beyond it, once."""
     baseline: bool = False
-    """Tune plain training too, over weight decays."""
+    """Also tune the baseline's weight decay."""
+
+    def __post_init__(self) -> None:
+        if not self.factors or min(self.factors) <= 0:
+            raise LabError(f"tuning needs factors above 0, at least one; got {self.factors}.")
+        if self.seeds < 1:
+            raise LabError(f"tuning needs at least one seed per value, got {self.seeds}.")
+        if not 0 < self.validation < 1:
+            raise LabError(f"tuning's validation must be between 0 and 1, got {self.validation}.")
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Choice:
 
     @property
     def how(self) -> str:
-        """`tuned, 5 values`, `given` or `default`; empty for plain training."""
+        """`best of 5 (10 trials)`, `given` or `default`; empty for the baseline."""
         if self.scores:
             return f"best of {len(self.scores)} ({self.trials} trials)"
         if self.spec.strength is not None:
@@ -64,10 +76,11 @@ def tune_all(
     config = config.replace(
         validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
     )
+    from steppe.lab.jobs import Job
+
     model = None
     if any(spec.strength is None and spec.strength_for(None) for spec in specs):
-        with torch.random.fork_rng(devices=[]):
-            model = load_problem(config, sources or Sources()).model
+        model = _new_model(config, sources)
     knobs = [_knob(spec, spec.strength_for(model), config, how) for spec in specs]
     grids: list[tuple[float, ...]] = [
         () if knob is None else tuple(_round(knob[1] * factor) for factor in how.factors)
@@ -92,6 +105,15 @@ def tune_all(
         _choice(spec, knob[0], found, how) if knob else Choice(spec)
         for spec, knob, found in zip(specs, knobs, scores, strict=True)
     ]
+
+
+def _new_model(config: Config, sources: Sources | None) -> nn.Module:
+    import torch
+
+    from steppe.lab.problems import Sources, load_problem
+
+    with torch.random.fork_rng(devices=[]):
+        return load_problem(config, sources or Sources()).model
 
 
 def _knob(

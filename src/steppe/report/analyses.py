@@ -20,7 +20,8 @@ from steppe.analysis import Problem, Result
 from steppe.analysis.problem import BatchNormMode
 from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
-from steppe.lab.problems import GIVEN, Sources, load_problem
+from steppe.lab.naming import GIVEN
+from steppe.lab.problems import Sources, load_problem
 from steppe.lab.runs import Run
 
 FOLDER = "analysis"
@@ -95,7 +96,7 @@ def is_stored(run: Run, name: str, request: Request) -> bool:
 
 
 def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result]) -> Stored:
-    """Do an analysis and keep it, going on from where an interrupted one with this request was.
+    """Do an analysis and keep it, resuming an interrupted one with this request.
 
     `work` is given the file for its checkpoint.
     """

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
+import shlex
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
-from steppe import analysis
-from steppe.analysis import Cost, Problem, Result, estimate
-from steppe.analysis.problem import BatchNormMode
-from steppe.analysis.radius import passes
+import steppe
 from steppe.lab.errors import LabError, explained
+from steppe.lab.options import Quiet, Words
 from steppe.lab.runs import DEFAULT_STORE, Run
-from steppe.report.analyses import is_stored, perform, problem_of
-from steppe.report.subjects import find_comparison, find_runs
-from steppe.report.svg import shown_within
+
+# What measures is imported where it is used: `--help` must not wait for torch.
+if TYPE_CHECKING:
+    from steppe.analysis import Cost, Problem, Result
 
 logger = logging.getLogger("steppe")
 
@@ -30,27 +29,27 @@ RADII = tuple(float(f"{0.02 * 500 ** (i / 11):.3g}") for i in range(12))
 
 @dataclass(frozen=True)
 class Common:
-    """What every analysis is told."""
+    """Which runs and samples are analysed."""
 
     samples: int = 1024
-    """So many samples of the data, without augmentation, the same for every run."""
+    """Number of samples, without augmentation, the same for every run."""
     split: Literal["train", "test"] = "train"
     """Which data."""
-    bn: BatchNormMode = "eval"
-    """BatchNorm statistics: stored ones, those of each batch, or recomputed wherever the weights are."""
+    bn: Literal["eval", "batch", "recalibrate"] = "eval"
+    """BatchNorm statistics: stored, of each batch, or recomputed wherever the weights are moved."""
     seeds: int = 1
-    """Of a comparison: look at so many runs of each method."""
+    """Of a comparison: analyse this many runs of each method."""
     again: bool = False
-    """Do it again even if it is stored."""
+    """Repeat it even if it is stored."""
     store: Path = DEFAULT_STORE
     """The folder of runs."""
-    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
-    """Only mistakes and warnings."""
+    quiet: Quiet = False
+    """Print only errors and warnings."""
 
 
 @dataclass(frozen=True)
 class Analysis(ABC):
-    runs: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[Positional[Words], tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Runs: names, folders, patterns with *, or a comparison's FILE.json."""
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
 
@@ -79,6 +78,9 @@ class Analysis(ABC):
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
+        from steppe.report.analyses import is_stored, perform, problem_of
+        from steppe.report.outcomes import described
+
         subjects = self._subjects()
         todo = [
             run
@@ -100,15 +102,33 @@ class Analysis(ABC):
                 ),
             )
             logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
-        folders = {str(run.folder.parent) for run in subjects}
-        logger.info("kept in %s/RUN/analysis/%s.npz", ", ".join(sorted(folders)), self.stem)
+        self._say_where(subjects)
+
+    def _say_where(self, subjects: list[Run]) -> None:
+        """The numbers and pictures of each run, and how to draw all runs in one figure."""
+        from steppe.report.analyses import FOLDER, load
+        from steppe.report.pictures import write_picture
+
+        for run in subjects:
+            numbers = run.folder / FOLDER / f"{self.stem}.npz"
+            picture = numbers.with_suffix(".png")
+            stored = load(run, self.stem)
+            if stored is not None and (
+                not picture.exists() or picture.stat().st_mtime < numbers.stat().st_mtime
+            ):
+                write_picture(stored, self.stem)
+            also = f", picture: {picture.name}" if picture.exists() else ""
+            logger.info("numbers: %s%s", numbers, also)
+        if len(subjects) > 1 and self.name != "sharpness":
+            store = "" if self.common.store == DEFAULT_STORE else f" --store {self.common.store}"
+            logger.info("together: steppe figure %s %s%s", self.name, shlex.join(self.runs), store)
 
     def _announce(self, problem: Problem, count: int) -> None:
         if self.common.quiet:
             return
         with explained(self.name):
             one = self.cost(problem)
-        whole = Cost(one.flops * count, one.seconds * count)
+        whole = steppe.analysis.Cost(one.flops * count, one.seconds * count)
         runs = f"{count} runs" if count > 1 else "1 run"
         size = f"{problem.samples} samples, {problem.size} weights"
         logger.info("%s of %s (%s): %s", self.name, runs, size, whole)
@@ -121,6 +141,8 @@ class Analysis(ABC):
             )
         if self.common.seeds < 1:
             raise LabError(f"seeds must be at least 1, got {self.common.seeds}.")
+        from steppe.report.subjects import find_runs
+
         found: dict[Path, Run] = {}
         for name in self.runs:
             if name.endswith(".json"):
@@ -144,10 +166,10 @@ class LandscapeOf(Analysis):
     name: ClassVar[str] = "landscape"
 
     def cost(self, problem: Problem) -> Cost:
-        return estimate(problem, forwards=self.n**2)
+        return steppe.analysis.estimate(problem, forwards=self.n**2)
 
     def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
-        return analysis.landscape(
+        return steppe.analysis.landscape(
             problem, self.n, self.span, self.directions, checkpoint=checkpoint, progress=progress
         )
 
@@ -165,10 +187,12 @@ class SpectrumOf(Analysis):
     name: ClassVar[str] = "spectrum"
 
     def cost(self, problem: Problem) -> Cost:
-        return estimate(problem, products=min(self.steps, problem.size) * self.probes)
+        return steppe.analysis.estimate(
+            problem, products=min(self.steps, problem.size) * self.probes
+        )
 
     def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
-        return analysis.spectrum(
+        return steppe.analysis.spectrum(
             problem,
             self.steps,
             self.probes,
@@ -199,11 +223,13 @@ class RadiusOf(Analysis):
     name: ClassVar[str] = "radius"
 
     def cost(self, problem: Problem) -> Cost:
+        from steppe.analysis.radius import passes
+
         each = passes(self.kinds, min(self.directions, problem.size), self.steps)
-        return estimate(problem, forwards=max(1, each * len(self.radii)))
+        return steppe.analysis.estimate(problem, forwards=max(1, each * len(self.radii)))
 
     def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
-        return analysis.perturbation_curve(
+        return steppe.analysis.perturbation_curve(
             problem,
             self.radii,
             self.kinds,
@@ -243,10 +269,10 @@ class SharpnessOf(Analysis):
 
     def cost(self, problem: Problem) -> Cost:
         forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
-        return estimate(problem, forwards=forwards)
+        return steppe.analysis.estimate(problem, forwards=forwards)
 
     def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
-        return analysis.sharpness(
+        return steppe.analysis.sharpness(
             problem,
             self.rho,
             self.case,
@@ -280,33 +306,9 @@ class Analyze:
         self.what.run()
 
 
-def described(result: Result) -> str:
-    """The outcome in a few words."""
-    match result:
-        case analysis.Landscape():
-            finite = result.loss[result.loss.isfinite()]
-            top = float(finite.max()) if len(finite) else math.nan
-            holes = f", {result.holes} not finite" if result.holes else ""
-            return f"loss {result.centre:.4g} at the centre, up to {top:.4g}{holes}"
-        case analysis.Spectrum():
-            return (
-                f"largest eigenvalue {shown_within(result.largest, result.largest_residual)}, "
-                f"trace {result.trace:.4g} ± {result.trace_error:.1g}"
-            )
-        case analysis.RadiusCurve():
-            last = ", ".join(
-                f"{kind} {loss:.4g}"
-                for kind, loss in zip(result.kinds, result.loss[:, -1].tolist(), strict=True)
-            )
-            return f"loss {result.base:.4g}; at radius {float(result.radii[-1]):g}: {last}"
-        case analysis.Sharpness():
-            return (
-                f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
-            )
-    return type(result).__name__
-
-
 def _of_comparison(name: str, store: Path, seeds: int) -> list[Run]:
+    from steppe.report.subjects import find_comparison
+
     chosen = []
     for row in find_comparison([name], store).rows:
         folders = [result.folder for result in row.finished[:seeds]]

@@ -59,7 +59,7 @@ def shared_legend(figure: Figure, axes: Sequence[Any]) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and dash of the line with this number: each can be told by either."""
+    """Colour and dash of the line with this number: each can be recognised by either."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index % len(DASHES)],

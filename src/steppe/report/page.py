@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import steppe
-from steppe.lab.problems import shown_name
+from steppe.lab.naming import shown_name
 from steppe.report.gathered import Gathered
 from steppe.report.minima import (
     landscape_section,

@@ -1,4 +1,4 @@
-"""`steppe figure`: the paper's figures from stored runs, or which runs are missing."""
+"""The paper's figures from stored runs, or which runs are missing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
-from tyro.conf import Positional
+from typing import TYPE_CHECKING, Any
 
 from steppe.lab.comparison import Row
 from steppe.lab.errors import LabError
@@ -18,6 +15,7 @@ from steppe.lab.recipes import recipe
 from steppe.lab.results import Result, stored
 from steppe.lab.runs import DEFAULT_STORE, Run, Store
 from steppe.lab.specs import label, parse
+from steppe.report import figures
 from steppe.report.analyses import load
 from steppe.report.studies import (
     Group,
@@ -56,51 +54,26 @@ STUDIES = {
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Draw a figure of the paper from stored runs, as PNG and SVG.
+class PaperFigure:
+    """A figure of the paper and the runs to draw it from."""
 
-    1 radius, 2 convergence, 3 trade-off, 4 sensitivity, 5 landscapes and spectra, or theory. What
-    is missing is named with the command that makes it. Example: steppe figure 2 --recipe digits
-    """
-
-    number: Annotated[
-        Positional[Literal["1", "2", "3", "4", "5", "theory"]],
-        tyro.conf.arg(metavar="{1-5,theory}"),
-    ]
-    """Which figure."""
-    runs: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="[RUN ...]")] = ()
-    """Draw these runs: names, patterns with *, FILE.json of compare or sweep; none: by recipe."""
+    number: str
+    runs: Sequence[str] = ()
     recipe: str | None = None
-    """Runs of this recipe (default: the paper's)."""
-    methods: tuple[str, ...] = ()
-    """These methods of the recipe (default: the paper's)."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """Where to write, without an ending (default: figure-NUMBER)."""
+    methods: Sequence[str] = ()
     store: Path = DEFAULT_STORE
-    """The folder of runs."""
-    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
-    """Only mistakes and warnings."""
 
-    def run(self) -> None:
-        try:
-            from steppe.report import figures
-        except ImportError as error:
-            raise LabError(str(error)) from None
+    def draw(self) -> dict[str, Figure]:
+        """The figure, or its parts by name."""
         if self.number == "theory":
-            drawn: dict[str, Figure] = {"": figures.tradeoff_figure()}
-        elif self.number == "2":
-            drawn = {"": convergence_figure(self._experiments())}
-        elif self.number == "3":
-            drawn = {"": generalisation_figure(self._ranges())}
-        elif self.number == "4":
-            drawn = {"": sensitivity_figure(self._studies())}
-        else:
-            drawn = self._minima()
-        stem = self.out or Path(f"figure-{self.number}")
-        for part, figure in drawn.items():
-            target = stem.with_name(f"{stem.stem}{part and f'-{part}'}")
-            for file in figures.save_figure(figure, target):
-                logger.info("written to %s", file)
+            return {"": figures.tradeoff_figure()}
+        if self.number == "2":
+            return {"": convergence_figure(self._experiments())}
+        if self.number == "3":
+            return {"": generalisation_figure(self._ranges())}
+        if self.number == "4":
+            return {"": sensitivity_figure(self._studies())}
+        return self._minima()
 
     @property
     def _recipe(self) -> str:
@@ -183,8 +156,6 @@ class Figures:
 
     def _minima(self) -> dict[str, Figure]:
         """Figures 1 and 5, from analyses stored with the runs."""
-        from steppe.report import figures
-
         kinds = ("radius",) if self.number == "1" else ("landscape", "spectrum")
         experiments = self._experiments()
         found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
@@ -217,7 +188,8 @@ class Figures:
 
 
 def _labelled(row: Row) -> str:
-    return f"{row.label} ({row.strength})" if row.strength else row.label
+    named = row.strength and row.strength not in row.label
+    return f"{row.label} ({row.strength})" if named else row.label
 
 
 def _same(group: Group, experiment: str) -> bool:

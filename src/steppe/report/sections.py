@@ -61,13 +61,13 @@ def accuracy_section(gathered: Gathered) -> Section:
         means.append(
             Interval(row.label, index, mean, low, high, values, words if values else "diverged")
         )
-        told = row.difference
-        if told is not None and told.n:
-            words = f"{signed(told.mean, 2 if example.unit else 4)}, {told.verdict}"
-            hollow = told.verdict in ("no difference seen", "too few seeds")
-            bounds = (told.low, told.high)
+        found = row.difference
+        if found is not None and found.n:
+            words = f"{signed(found.mean, 2 if example.unit else 4)}, {found.verdict}"
+            hollow = found.verdict in ("no difference seen", "too few seeds")
+            bounds = (found.low, found.high)
             differences.append(
-                Interval(row.label, index, told.mean, *bounds, (), words, hollow=hollow)
+                Interval(row.label, index, found.mean, *bounds, (), words, hollow=hollow)
             )
     way = "higher" if example.higher_is_better else "lower"
     summary = f"Test {metric} of each method. " + "; ".join(f"{r.name} {r.words}" for r in means)
@@ -83,8 +83,8 @@ def accuracy_section(gathered: Gathered) -> Section:
         summary = f"Difference to {base}. " + "; ".join(f"{r.name} {r.words}" for r in differences)
         chart = interval_chart(differences, f"test {name}, minus {base}", summary, zero=True)
         about = (
-            f"Paired difference to {base}, interval at the level of Holm's test. Filled marks: the "
-            "statistics tell it from zero; hollow marks: they do not."
+            f"Paired difference to {base}, Holm-corrected interval. Filled marks: significant; "
+            "hollow marks: not significant."
         )
         charts.append(captioned(chart, about))
     plain = name.removesuffix(" %")

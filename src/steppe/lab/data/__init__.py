@@ -1,7 +1,8 @@
 """Data sets by name, as batches that are reproducible to the bit."""
 
 from steppe.lab.data.catalog import Found, available, fetch, verify
-from steppe.lab.data.named import load, names
+from steppe.lab.data.located import content_fingerprint, is_table, located, names
+from steppe.lab.data.named import load
 from steppe.lab.data.order import epoch_order, sequential_order
 from steppe.lab.data.pipeline import Augmentation, Pipeline
 from steppe.lab.data.split import Data, MemorySplit, Split
@@ -17,11 +18,14 @@ __all__ = [
     "Pipeline",
     "Split",
     "available",
+    "content_fingerprint",
     "default_root",
     "epoch_order",
     "fetch",
     "generator",
+    "is_table",
     "load",
+    "located",
     "mix",
     "names",
     "sequential_order",

@@ -14,7 +14,7 @@ from steppe.lab.data.subset import stratified
 def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
     """1,797 images of 8x8 in ten classes, 400 of them to train on.
 
-    So few that plain training overfits and methods differ.
+    So few that SGD overfits and methods differ.
     """
     bunch = _sklearn_datasets().load_digits()
     # Intensities are 0 to 16; as bytes they pass through the same pipeline as any image.
@@ -32,7 +32,7 @@ def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
 
 
 def diabetes(*, train_size: int | None = None, seed: int = 0) -> Data:
-    """442 patients with ten measurements each and how their illness went on: a regression.
+    """442 patients with ten measurements each and the progress of their illness: a regression.
 
     Half of them to train on. Inputs and targets are brought to mean 0 and standard deviation 1
     with the training patients' numbers, so a mean squared error of 1 is what guessing the mean

@@ -156,6 +156,8 @@ def verify(name: str, root: Path | None = None) -> str:
     if name in BUILT_IN:
         data = BUILT_IN[name]()
         return f"{name}: {len(data.train) + len(data.test):,} samples, built in."
+    if Path(name).expanduser().is_dir():
+        name = f"folder:{name}"
     if name == "imagenet" or name.startswith("folder:"):
         return _verify_folder(name, root)
     if name not in CATALOGUE:
@@ -199,5 +201,10 @@ def _verify_folder(name: str, root: Path | None) -> str:
 def folder_data(name: str, root: Path | None = None, **options: Any) -> Data:
     """ImageNet from the data folder, or the folder behind `folder:PATH`."""
     if name == "imagenet":
+        if not ((root or default_root()) / IMAGENET_FOLDER).is_dir():
+            raise FileNotFoundError(
+                f"imagenet is not in {root or default_root()} (looked for {IMAGENET_FOLDER}/train and "
+                f"{IMAGENET_FOLDER}/val). Put it there, or name the folder it is in: --root FOLDER."
+            )
         return folder((root or default_root()) / IMAGENET_FOLDER, name="imagenet", **options)
     return folder(Path(name.removeprefix("folder:")).expanduser(), **options)

@@ -13,6 +13,7 @@ from steppe.lab.data.augment import parse
 from steppe.lab.data.decode import SUFFIXES, Decoder
 from steppe.lab.data.pipeline import Pipeline
 from steppe.lab.data.split import Data, Split
+from steppe.lab.data.subset import test_rows
 
 NORMALISATION = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 TEST_FOLDERS = ("val", "test", "validation")
@@ -56,30 +57,48 @@ class FolderSplit(Split):
         return self.pipeline.finish(batch, seed)
 
 
-def folder(path: Path, *, size: int = 224, resize: int | None = None, name: str = "") -> Data:
-    """The data set of a folder with `train` and `val` (or `test`), each a tree of class folders.
+def folder(
+    path: Path,
+    *,
+    size: int = 224,
+    resize: int | None = None,
+    test: float = 0.2,
+    seed: int = 0,
+    name: str = "",
+) -> Data:
+    """The data set of a folder with one folder of images per class.
 
-    Images become `size` x `size`; for test the shorter side is first brought to `resize`
-    (default: 8/7 of `size`, 256 for 224).
+    With folders `train` and `val` (or `test`) in it, each has the class folders. Without them, the
+    fraction `test` of each class is the test split, drawn by `seed`. Images become `size` x `size`;
+    for test the shorter side is first brought to `resize` (default: 8/7 of `size`, 256 for 224).
     """
-    test = next((path / n for n in TEST_FOLDERS if (path / n).is_dir()), None)
-    if not (path / "train").is_dir() or test is None:
-        raise FileNotFoundError(
-            f"{path} must have a folder 'train' and a folder 'val' (or 'test'), each with one "
-            f"folder of images per class; it {'has ' + listing(path) if path.is_dir() else 'does not exist'}."
-        )
-    classes = class_folders(path / "train")
     decoder = Decoder(size, max(size, round(size * 8 / 7)) if resize is None else resize)
-    extra = sorted(set(class_folders(test)) - set(classes))
-    if extra:
-        raise ValueError(
-            f"{test} has classes that {path / 'train'} has not: {', '.join(extra[:5])}."
-        )
-    train, held_out = (
-        FolderSplit(*labelled_files(part, classes), decoder) for part in (path / "train", test)
-    )
     name = name or f"folder:{path}"
-    return Data(name, train, held_out, classes=len(classes), shape=(3, size, size))
+    if not path.is_dir():
+        raise FileNotFoundError(f"the folder {path} does not exist.")
+    separate = next((path / n for n in TEST_FOLDERS if (path / n).is_dir()), None)
+    if (path / "train").is_dir() != (separate is not None):
+        raise FileNotFoundError(
+            f"{path} must have both a folder 'train' and a folder 'val' (or 'test'), or neither "
+            f"and the class folders themselves; it has {listing(path)}."
+        )
+    if separate is None:
+        classes = class_folders(path)
+        whole = FolderSplit(*labelled_files(path, classes), decoder)
+        held_out = test_rows(whole.labels, test, seed=seed)
+        train, rest = (whole.subset(rows.nonzero().flatten()) for rows in (~held_out, held_out))
+        note = f"{len(rest)} of {len(whole)} images are the test split"
+    else:
+        classes = class_folders(path / "train")
+        extra = sorted(set(class_folders(separate)) - set(classes))
+        if extra:
+            raise ValueError(
+                f"{separate} has classes that {path / 'train'} has not: {', '.join(extra[:5])}."
+            )
+        parts = (path / "train", separate)
+        train, rest = (FolderSplit(*labelled_files(part, classes), decoder) for part in parts)
+        note = ""
+    return Data(name, train, rest, classes=len(classes), shape=(3, size, size), note=note)
 
 
 def class_folders(path: Path) -> list[str]:

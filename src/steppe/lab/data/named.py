@@ -15,10 +15,12 @@ from steppe.lab.data.catalog import CATALOGUE, folder_data, place_of
 from steppe.lab.data.cifar import cifar
 from steppe.lab.data.fashion import fashion_mnist
 from steppe.lab.data.folder import folder
+from steppe.lab.data.located import is_table, located, not_found
 from steppe.lab.data.split import Data
 from steppe.lab.data.subset import noisy, split_off, stratified
+from steppe.lab.data.table import table
 from steppe.lab.data.user import from_function
-from steppe.lab.naming import check_options, unknown, user_function
+from steppe.lab.naming import check_options, names_function, user_function
 
 CIFAR_AUGMENT = ("flip", "crop", "cutout")
 FOLDER_AUGMENT = ("resized-crop", "flip")
@@ -28,11 +30,6 @@ AUGMENT = {  # where nothing is said; digits and the user's own data are left as
     "fashion-mnist": ("flip", "crop"),
     "imagenet": FOLDER_AUGMENT,
 }
-
-
-def names() -> list[str]:
-    """The data sets that `load` knows by name; besides them folder:PATH and module:function."""
-    return [*BUILT_IN, *CATALOGUE, "imagenet"]
 
 
 def load(
@@ -46,7 +43,10 @@ def load(
     validation: float = 0.0,
     **options: Any,
 ) -> Data:
-    """The data set of this name, prepared for an experiment.
+    """The data set of this name or path, prepared for an experiment.
+
+    `name` is one of `names()`, a folder of class folders, a CSV file (with `target=COLUMN`), or
+    module:function.
 
     `train_size` keeps a stratified subset, `label_noise` replaces that fraction of the training
     labels, `validation` splits a fraction off the training data (with its noisy labels); all
@@ -59,11 +59,12 @@ def load(
         >>> len(data.train), len(data.test), data.note
         (400, 1397, '400 training images of 1797, the rest test; 20% of the training labels replaced at random')
     """
+    name = located(name)
     if name in BUILT_IN:
         check_options(name, lambda: None, options)
         data = BUILT_IN[name](train_size=train_size, seed=seed)
     else:
-        data = raw(name, root, options)
+        data = raw(name, root, seed, options)
         if train_size is not None:
             data = with_train_size(data, train_size, seed=seed)
     if label_noise:
@@ -77,11 +78,18 @@ def load(
     return replace(data, train=data.train.augmented(chosen))
 
 
-def raw(name: str, root: Path | None, options: Mapping[str, Any]) -> Data:
+def raw(name: str, root: Path | None, seed: int, options: Mapping[str, Any]) -> Data:
     """The data set as its source has it."""
     if name == "imagenet" or name.startswith("folder:"):
-        check_options(name, partial(folder, name=name), options)
-        return folder_data(name, root, **options)
+        check_options(name, partial(folder, name=name, seed=seed), options)
+        if name != "imagenet" and not Path(name.removeprefix("folder:")).is_dir():
+            raise not_found(name)
+        return folder_data(name, root, seed=seed, **options)
+    if is_table(name):
+        check_options(name, partial(table, seed=seed), options)
+        if not Path(name).is_file():
+            raise not_found(name)
+        return table(Path(name), seed=seed, **options)
     if name in CATALOGUE:
         # Options are checked first: a typing error need not wait for a file.
         loader: Callable[..., Data] = (
@@ -89,9 +97,9 @@ def raw(name: str, root: Path | None, options: Mapping[str, Any]) -> Data:
         )
         check_options(name, loader, options)
         return loader(place_of(name, root), **options)
-    if ":" in name:
+    if names_function(name):
         return from_function(name, user_function(name), dict(options))
-    raise unknown("data set", name, [*names(), "folder:PATH", "module:function"])
+    raise not_found(name)
 
 
 def known_targets(data: Data, purpose: str) -> Tensor:

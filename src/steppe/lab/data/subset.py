@@ -50,6 +50,18 @@ def split_off(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, T
     return left.nonzero().flatten(), chosen
 
 
+def test_rows(targets: Tensor, fraction: float, *, seed: int) -> Tensor:
+    """A mask of the stratified `fraction` of the samples that is the test split."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"test must be between 0 and 1, got {fraction}.")
+    count = max(1, round(fraction * len(targets)))
+    if count >= len(targets):
+        raise ValueError(f"{len(targets)} samples are too few to train on and to test on.")
+    mask = torch.zeros(len(targets), dtype=torch.bool)
+    mask[stratified(targets, count, seed=seed, key="test")] = True
+    return mask
+
+
 def noisy(targets: Tensor, fraction: float, *, classes: int, seed: int) -> Tensor:
     """The targets with exactly `round(fraction * n)` of them replaced by a random other class.
 

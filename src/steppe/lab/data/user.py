@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from steppe.lab.data.split import Data, MemorySplit, Split
 from steppe.lab.data.workers import isolated
 
-Source = Any  # a Split, an (inputs, targets) pair of tensors or arrays, or a map-style dataset
+Source = Any
+"""A Split, a pair (inputs, targets) of tensors or arrays, a map-style dataset, or a DataLoader."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +37,7 @@ class DatasetSplit(Split):
     dataset: Dataset[Any]
     indices: Tensor
     labels: Tensor | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -53,7 +64,7 @@ class DatasetSplit(Split):
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         with isolated(0 if seed is None else seed):
             samples = [self.dataset[k] for k in self.indices[indices].tolist()]
-        x, y = default_collate([sample[:2] for sample in samples])
+        x, y = self.collate([sample[:2] for sample in samples])
         return as_float32(x), as_float32(y if self.labels is None else self.labels[indices])
 
 
@@ -65,10 +76,11 @@ def wrap(
     name: str = "own data",
     classes: int | None = None,
 ) -> Data:
-    """`Data` from splits, pairs of tensors, or map-style datasets.
+    """`Data` from pairs of tensors or arrays, map-style datasets, DataLoaders, or splits.
 
     Floating-point targets mean regression. The class count is read from the targets, or from a
-    dataset's `classes`, unless given.
+    dataset's `classes`, unless given. Of a DataLoader the dataset and the collate function are
+    used: batches are drawn by the lab, in an order that the seed fixes.
 
     Examples:
         >>> data = wrap((torch.randn(8, 3), torch.randn(8)), (torch.randn(4, 3), torch.randn(4)))
@@ -91,24 +103,88 @@ def as_float32(values: Tensor) -> Tensor:
     return values.to(torch.float32) if values.is_floating_point() else values
 
 
+WANTED = (
+    "((x_train, y_train), (x_test, y_test)) with tensors or arrays, (train, test) with datasets or "
+    "DataLoaders, or a third part for validation"
+)
+
+
+def as_data(given: Any, name: str = "own data") -> Data:
+    """`Data` of whatever the user gives: a `Data`, or a tuple of two or three splits."""
+    if isinstance(given, Data):
+        return given
+    if isinstance(given, tuple | list) and len(given) in (2, 3):
+        if all(isinstance(part, Tensor) or hasattr(part, "__array__") for part in given):
+            raise TypeError(f"data must have a training and a test split: {WANTED}.")
+        return wrap(*given, name=name)
+    hint = ""
+    if isinstance(given, Dataset | DataLoader):
+        hint = " torch.utils.data.random_split divides one dataset."
+    raise TypeError(f"data must be {WANTED}; got {type(given).__name__}.{hint}")
+
+
 def as_split(source: Source, name: str) -> Split:
     """A split of whatever the user has."""
+    collate: Callable[[list[Any]], Any] = default_collate
+    if isinstance(source, DataLoader):
+        collate = _checked(source, name).collate_fn
+        source = source.dataset
     if isinstance(source, Split):
         return source
-    if isinstance(source, TensorDataset):
+    if isinstance(source, TensorDataset) and collate is default_collate:
         source = source.tensors
     if isinstance(source, tuple | list) and len(source) == 2:
-        inputs, targets = (torch.as_tensor(part) for part in source)
-        real = targets.is_floating_point()
-        return MemorySplit(inputs, targets.to(torch.float32 if real else torch.int64))
+        inputs, targets = (_as_tensor(part, name) for part in source)
+        if targets.is_floating_point():
+            return MemorySplit(inputs, targets.to(torch.float32))
+        column = targets.dim() == 2 and targets.shape[1] == 1
+        return MemorySplit(inputs, (targets.flatten() if column else targets).to(torch.int64))
+    if isinstance(source, IterableDataset | Tensor | tuple | list):
+        raise TypeError(_no_split(source, name))
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        known = getattr(source, "targets", None)
-        labels = None if known is None else torch.as_tensor(known)
-        return DatasetSplit(source, torch.arange(len(source)), labels)
-    raise TypeError(
-        f"{name}: a split must be a pair of tensors (inputs, targets) or a dataset with "
-        f"__len__ and __getitem__, got {type(source).__name__}."
+        known = known_labels(source)
+        return DatasetSplit(source, torch.arange(len(source)), known, collate)
+    raise TypeError(_no_split(source, name))
+
+
+def _no_split(source: Source, name: str) -> str:
+    return (
+        f"{name}: a split must be a pair (inputs, targets) of tensors or arrays, a dataset with "
+        f"__len__ and __getitem__, or a DataLoader of one; got {type(source).__name__}."
     )
+
+
+def _as_tensor(part: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name}: inputs and targets must be numbers, got {type(part).__name__} ({error})."
+        ) from error
+
+
+def _checked(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
+    """A loader whose dataset says all: nothing of a sampler of its own would be kept."""
+    usual = (RandomSampler, SequentialSampler, type(None))
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(sampler, usual):
+        kind = type(loader.dataset if isinstance(loader.dataset, IterableDataset) else sampler)
+        raise TypeError(
+            f"{name}: batches are drawn by the lab, so that a DataLoader's {kind.__name__} would be "
+            "ignored. Give a dataset with __len__ and __getitem__."
+        )
+    return loader
+
+
+def known_labels(dataset: Any) -> Tensor | None:
+    """The targets of a dataset where they can be had without loading every sample."""
+    if isinstance(dataset, Subset):
+        whole = known_labels(dataset.dataset)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
+        return dataset.tensors[1]
+    known = getattr(dataset, "targets", None)
+    return None if known is None else torch.as_tensor(known)
 
 
 def class_count(sources: list[Source], splits: list[Split], name: str) -> int:
@@ -117,8 +193,9 @@ def class_count(sources: list[Source], splits: list[Split], name: str) -> int:
     if all(t is not None for t in targets):
         return 1 + max(int(t.max()) for t in targets if t is not None)
     for source in sources:
-        if hasattr(source, "classes"):
-            return len(source.classes)
+        classes = getattr(getattr(source, "dataset", source), "classes", None)  # or of a loader's
+        if classes is not None:
+            return len(classes)
     raise ValueError(
         f"{name}: how many classes are there? Give the dataset an attribute `targets` or "
         "`classes`, or use steppe.lab.data.wrap(train, test, classes=…)."
@@ -128,11 +205,7 @@ def class_count(sources: list[Source], splits: list[Split], name: str) -> int:
 def from_function(name: str, function: Callable[..., Any], options: dict[str, Any]) -> Data:
     """What the user's function returns for these options, as `Data`."""
     result = function(**options)
-    if isinstance(result, Data):
-        return result
-    if isinstance(result, tuple | list) and len(result) in (2, 3):
-        return wrap(*result, name=name)
-    raise TypeError(
-        f"{name} must return (train, test), (train, test, validation) or a Data, "
-        f"got {type(result).__name__}."
-    )
+    try:
+        return as_data(result, name)
+    except TypeError as error:
+        raise TypeError(f"{name} must return data that the lab can use: {error}") from error

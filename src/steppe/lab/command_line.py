@@ -1,0 +1,180 @@
+"""From words on the command line to a command with its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any, NamedTuple, Protocol
+
+import tyro
+
+from steppe.lab.config import Config, read_config, settings
+from steppe.lab.errors import LabError, unknown
+from steppe.lab.recipes import recipe
+
+
+class Command(Protocol):
+    """Parsed options that can be run."""
+
+    def run(self) -> None: ...
+
+
+class Entry(NamedTuple):
+    """Where a command's class is, and the first line of its help."""
+
+    module: str
+    kind: str
+    summary: str
+
+
+COMMANDS = {
+    "compare": Entry(
+        "lab.commands", "Compare", "Train several methods on several seeds and report which differ"
+    ),
+    "train": Entry(
+        "lab.commands",
+        "Train",
+        "Train one run from a recipe, a config file or options, or resume a stopped one",
+    ),
+    "sweep": Entry(
+        "lab.commands", "SweepGrid", "Train a grid over any settings and method options"
+    ),
+    "recipes": Entry(
+        "lab.listings", "Recipes", "List the recipes: the paper's settings, and CPU-sized ones"
+    ),
+    "runs": Entry("lab.listings", "Runs", "List runs, show one, or remove some"),
+    "table": Entry(
+        "lab.listings", "PaperTable", "Show a table of the paper beside runs of the full recipes"
+    ),
+    "data": Entry(
+        "lab.listings", "DataSets", "List available data sets, download one, or verify one"
+    ),
+    "analyze": Entry(
+        "report.analyze",
+        "Analyze",
+        "Measure landscape, spectrum, radius curve or sharpness of finished runs",
+    ),
+    "figure": Entry("report.commands", "Figures", "Draw a figure from stored runs, as PNG and SVG"),
+    "report": Entry(
+        "report.commands",
+        "Report",
+        "Write one HTML page about a comparison or some runs, with their stored analyses",
+    ),
+    "study": Entry(
+        "study.command",
+        "Studies",
+        "List the studies, or train what is missing of one and keep each run as a line of evidence",
+    ),
+}
+TRAINING = ("compare", "train", "sweep")
+"""Those in which every rank takes part under torchrun; the others are rank 0's."""
+
+GIVEN_OTHERWISE = {
+    "compare": {
+        "method": "write the methods as words: steppe compare sgd arwp:ratio=.6",
+        "seed": "it trains seeds 0 to N-1, and --seeds N says how many",
+    },
+    "sweep": {"seed": "it trains seeds 0 to N-1, and --seeds N says how many"},
+}
+"""Settings that a command decides itself, and how to say what is meant."""
+
+
+def command_class(name: str) -> type[Command]:
+    """The dataclass of a command's options."""
+    if name not in COMMANDS:
+        raise unknown("command", name, COMMANDS)
+    entry = COMMANDS[name]
+    kind: type[Command] = getattr(importlib.import_module(f"steppe.{entry.module}"), entry.kind)
+    return kind
+
+
+def parse(name: str, arguments: list[str]) -> Command:
+    """The command with its options; a recipe or config file gives the options' defaults."""
+    kind: Any = command_class(name)
+    if not any(f.name == "settings" for f in dataclasses.fields(kind)):
+        return _read(kind, name, arguments)  # type: ignore[no-any-return]
+    wanted = [word for word in arguments if word not in ("-h", "--help")]
+    _refuse_ignored(name, wanted)
+    first = _read(kind, name, wanted)
+    if getattr(first, "resume", None) is not None and len(wanted) == len(arguments):
+        _refuse_with_resume(first.recipe, wanted)
+        return first  # type: ignore[no-any-return]
+    base = starting_point(name, first, wanted)
+    shared = type(first.settings)(**vars(base))
+    command = _read(kind, name, arguments, dataclasses.replace(kind(), settings=shared))
+    return dataclasses.replace(command, settings=_settled(command, base, wanted))  # type: ignore[no-any-return]
+
+
+def _read(kind: Any, name: str, arguments: list[str], default: Any = None) -> Any:
+    chosen = {} if default is None else {"default": default}
+    return tyro.cli(
+        kind,
+        prog=f"steppe {name}",
+        description=_description(kind),
+        args=arguments,
+        config=(tyro.conf.DisallowNone,),
+        **chosen,
+    )
+
+
+def _description(kind: type) -> str:
+    """The class's docstring, with the example in a paragraph of its own."""
+    return (inspect.getdoc(kind) or "").replace("Example:", "\n\nExample:")
+
+
+def starting_point(name: str, command: Any, words: list[str]) -> Config:
+    """The config that a command's options change: of its recipe, its file, or the defaults.
+
+    Only `compare` without any data, model, recipe or file takes a recipe by itself.
+    """
+    method = command.settings.method
+    if command.config is not None:
+        if command.recipe is not None:
+            raise LabError("give a recipe or --config FILE, not both.")
+        stored = read_config(command.config)
+        return stored.replace(method=method) if _given("method", words, command.set) else stored
+    chosen = command.recipe
+    if chosen is None and name == "compare":
+        own = any(_given(option, words, command.set) for option in ("data", "model"))
+        chosen = None if own else "digits"
+    return Config(method=method) if chosen is None else recipe(chosen, method)
+
+
+def _settled(command: Any, base: Config, words: list[str]) -> Config:
+    """The config after all options, with nothing that was asked for left out."""
+    config = Config(**vars(command.settings)).replace(method=base.method)
+    config = config.override(settings(command.set))
+    if command.target is not None:
+        config = config.replace(data_options={**config.data_options, "target": command.target})
+    if _given("epochs", words, command.set):
+        if _given("steps", words, command.set):
+            raise LabError("give --epochs or --steps, not both.")
+        config = config.replace(steps=None)  # those of the recipe
+    return config
+
+
+def _refuse_ignored(name: str, words: list[str]) -> None:
+    pairs = tuple(word for word in words if "=" in word and not word.startswith("-"))
+    for option, instead in GIVEN_OTHERWISE.get(name, {}).items():
+        if any(word.split("=")[0] == f"--{option}" for word in words) or any(
+            pair.partition("=")[0] == option for pair in pairs
+        ):
+            raise LabError(f"{name} does not take --{option}: {instead}.")
+
+
+def _refuse_with_resume(named: str | None, words: list[str]) -> None:
+    """A resumed run has its own settings; others would be ignored."""
+    allowed = ("--resume", "--store", "--quiet", "-q")
+    others = [w for w in words if w.startswith("-") and w.split("=")[0] not in allowed]
+    for word in [*([] if named is None else [f"the recipe {named}"]), *others]:
+        raise LabError(
+            f"{word} cannot change a resumed run, which keeps its own settings. Leave it out, or "
+            "train a new run with steppe train --config RUN/config.json."
+        )
+
+
+def _given(option: str, words: list[str], pairs: tuple[str, ...]) -> bool:
+    """Whether a setting stands on the command line, as an option or behind --set."""
+    flag = "--" + option.replace("_", "-")
+    return any(word.split("=")[0] == flag for word in words) or option in settings(pairs)

@@ -1,0 +1,35 @@
+"""The outcome of an analysis in a few words."""
+
+from __future__ import annotations
+
+import math
+
+from steppe import analysis
+from steppe.analysis import Result
+from steppe.report.svg import shown_within
+
+
+def described(result: Result) -> str:
+    """The outcome in a few words."""
+    match result:
+        case analysis.Landscape():
+            finite = result.loss[result.loss.isfinite()]
+            top = float(finite.max()) if len(finite) else math.nan
+            holes = f", {result.holes} not finite" if result.holes else ""
+            return f"loss {result.centre:.4g} at the centre, up to {top:.4g}{holes}"
+        case analysis.Spectrum():
+            return (
+                f"largest eigenvalue {shown_within(result.largest, result.largest_residual)}, "
+                f"trace {result.trace:.4g} ± {result.trace_error:.1g}"
+            )
+        case analysis.RadiusCurve():
+            last = ", ".join(
+                f"{kind} {loss:.4g}"
+                for kind, loss in zip(result.kinds, result.loss[:, -1].tolist(), strict=True)
+            )
+            return f"loss {result.base:.4g}; at radius {float(result.radii[-1]):g}: {last}"
+        case analysis.Sharpness():
+            return (
+                f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
+            )
+    return type(result).__name__

@@ -1,0 +1,192 @@
+"""The figure of any analysis result, and figures of analyses that are stored with runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steppe.analysis import (
+    Eigenvalues,
+    Landscape,
+    Line,
+    RadiusCurve,
+    Result,
+    Sharpness,
+    Spectrum,
+)
+from steppe.lab.errors import LabError
+from steppe.lab.runs import DEFAULT_STORE, Run
+from steppe.lab.sentences import NAMES
+from steppe.lab.specs import label, parse
+from steppe.report import figures
+from steppe.report.analyses import FOLDER, Stored, load
+from steppe.report.canvas import COLOURS, line_style, named, panels, save_figure
+from steppe.report.sections import interval
+from steppe.report.subjects import find_comparison, find_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from steppe.lab.comparison import Comparison
+
+logger = logging.getLogger("steppe")
+
+
+def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
+    """The figure of one result, or of several of one kind by name; options are the figure's own."""
+    by_name = named(results)
+    kinds = {type(result) for result in by_name.values()}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(f"One figure shows one kind of result, got {names}.")
+    drawers: dict[type[Result], Any] = {
+        Landscape: figures.landscape_figure,
+        Line: figures.slice_figure,
+        Spectrum: figures.spectrum_figure,
+        RadiusCurve: figures.radius_figure,
+        Eigenvalues: eigenvalue_figure,
+        Sharpness: sharpness_figure,
+    }
+    (kind,) = kinds
+    if kind not in drawers:
+        raise TypeError(f"There is no figure of a {kind.__name__}.")
+    figure: Figure = drawers[kind](by_name, **options)
+    return figure
+
+
+def eigenvalue_figure(results: Mapping[str, Eigenvalues]) -> Figure:
+    """The largest eigenvalues by rank, with their residual bounds."""
+    figure, (axis,) = panels(1, width=5.0)
+    for i, (name, result) in enumerate(results.items()):
+        ranks = range(1, len(result.values) + 1)
+        axis.errorbar(
+            ranks,
+            result.values,
+            yerr=result.residuals,
+            **line_style(i),
+            marker="o",
+            capsize=3,
+            label=name or None,
+        )
+    axis.set_xlabel("rank")
+    axis.set_ylabel("eigenvalue of the Hessian")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if any(results):
+        axis.legend(frameon=False)
+    return figure
+
+
+def sharpness_figure(results: Mapping[str, Sharpness]) -> Figure:
+    """The rise of the loss: its mean with a standard error, and each part of m samples as a dot."""
+    figure, (axis,) = panels(1, width=5.0)
+    for i, result in enumerate(results.values()):
+        colour = COLOURS[i % len(COLOURS)]
+        axis.bar(i, result.value, color=colour, alpha=0.35, width=0.6)
+        axis.errorbar(i, result.value, yerr=result.error, color=colour, capsize=4)
+        parts = result.rises.flatten()
+        axis.plot([i] * len(parts), parts, "o", color=colour, markersize=3, alpha=0.6)
+    first = next(iter(results.values()))
+    axis.set_xticks(range(len(results)), list(results))
+    axis.set_xlim(-1, len(results))
+    axis.set_ylabel("rise of the loss")
+    kind = f"{first.case} case{', adaptive' if first.adaptive else ''}"
+    axis.set_title(f"{kind}, rho {first.rho:g}, m = {first.m}", fontsize="medium")
+    return figure
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    """The metric of each method with its 95 % interval and seeds, and the paired differences."""
+    figure, axes = panels(2, width=4.4, columns=2)
+    rows, example = comparison.rows, comparison.example
+    places = range(len(rows), 0, -1)
+    for index, (place, row) in enumerate(zip(places, rows, strict=True)):
+        colour = COLOURS[index % len(COLOURS)]
+        low, mean, high = interval(row, example.metric)
+        spread = [[mean - low], [high - mean]] if math.isfinite(low) else None
+        axes[0].errorbar([mean], [place], xerr=spread, fmt="o", color=colour, capsize=4)
+        values = row.values("test", example.metric)
+        axes[0].plot(values, [place] * len(values), ".", color=colour, alpha=0.5)
+        found = row.difference
+        if found is not None and found.n:
+            significant = found.verdict in ("better", "worse")
+            wide = [[found.mean - found.low], [found.high - found.mean]] if found.n > 1 else None
+            face = colour if significant else "white"
+            axes[1].errorbar(
+                [found.mean], [place], xerr=wide, fmt="o", color=colour, mfc=face, capsize=4
+            )
+    axes[1].axvline(0, color="grey", linewidth=0.8)
+    way = "higher" if example.higher_is_better else "lower"
+    name = NAMES.get(example.metric, example.metric)
+    axes[0].set_xlabel(f"test {name} ({way} is better), 95 % interval")
+    axes[1].set_xlabel(f"minus {comparison.baseline.label}, Holm-corrected; filled: significant")
+    for axis, labels in ((axes[0], [row.label for row in rows]), (axes[1], [""] * len(rows))):
+        axis.set_yticks(list(places), labels)
+        axis.set_ylim(0.4, len(rows) + 0.6)
+    return figure
+
+
+def write_picture(stored: Stored, name: str) -> Path | None:
+    """The picture of a stored analysis, as PNG beside its numbers; None without matplotlib."""
+    try:
+        figure = figure_of({_run_label(stored.run): stored.result})
+    except ImportError as error:
+        logger.info("no picture: %s", error)
+        return None
+    except ValueError as error:  # nothing finite to show
+        logger.info("no picture: %s", error)
+        return None
+    (file,) = save_figure(figure, stored.run.folder / FOLDER / name, formats=("png",))
+    return file
+
+
+def analysis_figure(kind: str, names: Sequence[str], store: Path) -> Figure:
+    """One figure of the stored analyses of runs, or of a comparison's methods."""
+    if not names:
+        raise LabError(f"say which runs: steppe figure {kind} RUN; `steppe runs` lists them.")
+    found: dict[str, Result] = {}
+    missing: list[str] = []
+    for text, run in _labelled_runs(names, store, kind):
+        stored = load(run, kind)
+        if stored is None:
+            missing.append(run.name)
+        else:
+            found[text] = stored.result
+    if missing:
+        where = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
+        raise LabError(
+            f"no {kind} is stored for {', '.join(missing)}. To measure it: "
+            f"steppe analyze {kind} {shlex.join(missing)}{where}"
+        )
+    return figure_of(found)
+
+
+def _labelled_runs(names: Sequence[str], store: Path, kind: str) -> list[tuple[str, Run]]:
+    """Runs by what a figure calls them; of a comparison's method the first that has the analysis."""
+    labelled: list[tuple[str, Run]] = []
+    for name in names:
+        if name.endswith(".json"):
+            for row in find_comparison([name], store).rows:
+                runs = [Run(r.folder) for r in row.finished if r.folder is not None]
+                if not runs:
+                    raise LabError(f"the runs of {name} are not in {store}: give --store FOLDER.")
+                chosen = next((run for run in runs if load(run, kind)), runs[0])
+                labelled.append((row.label, chosen))
+        else:
+            labelled += [(_run_label(run), run) for run in find_runs(name, store)]
+    texts = [text for text, _ in labelled]
+    return [
+        (text if texts.count(text) == 1 else f"{text}, {run.name.rpartition('-')[2]}", run)
+        for text, run in labelled
+    ]
+
+
+def _run_label(run: Run) -> str:
+    """`ARWP (ratio 0.6), seed 0`."""
+    config = run.config
+    spec = parse(config.method)
+    strength = f" ({spec.strength[0]} {spec.strength[1]:g})" if spec.strength else ""
+    return f"{label(spec, config.optimizer)}{strength}, seed {config.seed}"

@@ -33,7 +33,6 @@ from steppe.lab.tuning import Tune
 from steppe.report.analyze import Analyze
 from steppe.report.commands import Report
 from steppe.report.paper import Figures
-from steppe.study.command import Studies
 
 __all__ = ["COMMANDS", "Stopped", "parse"]
 logger = logging.getLogger("steppe")
@@ -263,7 +262,6 @@ COMMANDS: dict[str, type[Command]] = {
     "analyze": Analyze,
     "figure": Figures,
     "report": Report,
-    "study": Studies,
 }
 
 

@@ -23,11 +23,11 @@ from steppe.report.studies import (
     generalisation_figure,
     sensitivity_figure,
 )
-from steppe.study.definitions import LENGTHS, Setting
-from steppe.study.evidence import Line
-from steppe.study.findings import Claim, Findings
-from steppe.study.gains import gainers, gains_figure, range_words
-from steppe.study.plan import Part, at_length
+from studies.definitions import LENGTHS, Setting
+from studies.evidence import Line
+from studies.findings import Claim, Findings
+from studies.gains import gainers, gains_figure, range_words
+from studies.plan import Part, at_length
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

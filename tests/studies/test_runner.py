@@ -17,9 +17,9 @@ from steppe.lab.jobs import Stopped
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config
-from steppe.study import Evidence, make_plan, run_study
-from steppe.study.runner import Limits
-from tests.study.tiny import rich, tiny
+from studies import Evidence, make_plan, run_study
+from studies.runner import Limits
+from tests.studies.tiny import rich, tiny
 
 RUNS = 2 * 6 + 4 + 2 * 3 + 2 * 2 * 3 - 2 * 2 + 2
 """Defaults and controls, trials, tuned, lengths without those that are controls, sweep.
@@ -107,8 +107,8 @@ def test_a_line_is_never_run_twice(whole, tmp_path, monkeypatch):
 
 def test_killed_and_gone_on_with_it_has_the_same_lines(whole, tmp_path):
     program = (
-        "from tests.study.tiny import tiny\n"
-        "from steppe.study import Evidence, run_study\n"
+        "from tests.studies.tiny import tiny\n"
+        "from studies import Evidence, run_study\n"
         "from pathlib import Path\n"
         "folder = Path(sys.argv[1])\n"
         "run_study(tiny(), Evidence(folder / 'evidence', 'tiny'), folder / 'runs', progress=False)\n"
@@ -266,7 +266,7 @@ def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_p
     monkeypatch.setattr("steppe.lab.training.Course", None)  # what trains
     limits = Limits(parts=("defaults",), seeds=1)
     assert not (kept.folder / "minima.json").exists()
-    monkeypatch.setattr("steppe.study.runner._next", lambda missing: only(missing, first))
+    monkeypatch.setattr("studies.runner._next", lambda missing: only(missing, first))
     run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
     (line,) = evidence(tmp_path).lines.values()
     assert line.run == first.run

@@ -11,9 +11,9 @@ from steppe.lab.specs import label, parse
 from steppe.lab.statistics import ENOUGH, Difference
 from steppe.lab.tables import Table, signed
 from steppe.report.canvas import COLOURS, panels, shared_legend
-from steppe.study.definitions import METHODS, Setting
-from steppe.study.findings import JUDGED, Findings
-from steppe.study.plan import Part
+from studies.definitions import METHODS, Setting
+from studies.findings import JUDGED, Findings
+from studies.plan import Part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,10 +22,10 @@ from steppe.lab.progress import Display, display
 from steppe.lab.results import Result
 from steppe.lab.runs import Run
 from steppe.lab.specs import parse
-from steppe.study import minima
-from steppe.study.definitions import Study
-from steppe.study.evidence import Evidence, Line, thinned
-from steppe.study.plan import PARTS, Entry, Part, Plan, make_plan
+from studies import minima
+from studies.definitions import Study
+from studies.evidence import Evidence, Line, thinned
+from studies.plan import PARTS, Entry, Part, Plan, make_plan
 
 logger = logging.getLogger("steppe")
 

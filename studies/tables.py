@@ -10,9 +10,9 @@ from steppe.lab.sentences import interval_words, p_words
 from steppe.lab.specs import parse
 from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Table
-from steppe.study.definitions import Setting
-from steppe.study.findings import HOW, Claim, Findings
-from steppe.study.plan import Part
+from studies.definitions import Setting
+from studies.findings import HOW, Claim, Findings
+from studies.plan import Part
 
 
 def result_table(findings: Findings, setting: Setting, part: Part) -> Table | None:

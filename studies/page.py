@@ -8,24 +8,24 @@ from pathlib import Path
 
 from steppe.lab.tables import join_words
 from steppe.report.canvas import save_figure
-from steppe.study.answers import answers
-from steppe.study.definitions import STUDIES, Study
-from steppe.study.evidence import Evidence, Line
-from steppe.study.findings import JUDGED, Findings
-from steppe.study.flatness import minima_table
-from steppe.study.gains import gains_table
-from steppe.study.pictures import Picture, pictures
-from steppe.study.plan import PARTS
-from steppe.study.summary import summary_table
-from steppe.study.tables import result_table
-from steppe.study.trials import choices_table, trials_table
+from studies.answers import answers
+from studies.definitions import STUDIES, Study
+from studies.evidence import Evidence, Line
+from studies.findings import JUDGED, Findings
+from studies.flatness import minima_table
+from studies.gains import gains_table
+from studies.pictures import Picture, pictures
+from studies.plan import PARTS
+from studies.summary import summary_table
+from studies.tables import result_table
+from studies.trials import choices_table, trials_table
 
-COMMAND = "steppe study --page"
+COMMAND = "python -m studies --page"
 OPENING = f"""# Evidence
 
 What the methods gain on real data, at a size that two CPU cores carry. This page and its figures are
 written by `{COMMAND}` from the lines in `evidence/`, one for each finished run, with its config,
-environment and commit; `steppe study NAME` trains what is missing. Nothing is typed by hand. These
+environment and commit; `python -m studies NAME` trains what is missing. Nothing is typed by hand. These
 are not the paper's settings, and none of its numbers stand here: those are on
 [Reproducing the paper](reproducing.md).
 """
@@ -49,7 +49,7 @@ READING = """## How to read it
   processor time of the training steps on one thread, median of the pairs that ran on equal machines (with
   plain training at the recipe's weight decay where the tuned one ran on another); FLOPs are counted.
 - The last bits of a run, and in the end its model, depend on the processor's instruction set, which can be
-  [chosen](lab.md#runs) to repeat a line. `steppe study NAME --evidence elsewhere` trains lines again.
+  [chosen](lab.md#runs) to repeat a line. `python -m studies NAME --evidence elsewhere` trains lines again.
 """
 STATE = "What has been trained so far:"
 
@@ -113,7 +113,7 @@ def section(findings: Findings, opening: str) -> str:
     study, lines = findings.study, list(findings.evidence.lines.values())
     parts = [f"## {study.title}", ""]
     if not lines:
-        return "\n".join([*parts, f"No runs yet: `steppe study {study.name}`.", ""])
+        return "\n".join([*parts, f"No runs yet: `python -m studies {study.name}`.", ""])
     parts += [_where(lines), "", *_lacks(findings), *(f"{words}\n" for words in study.cut)]
     parts += [opening, *answers(findings)]
     for setting in study.settings:

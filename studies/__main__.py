@@ -1,11 +1,11 @@
-"""`steppe study`: list the studies, or go on with one."""
+"""`python -m studies`: list the studies, train what is missing of one, or write the page."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,23 +14,23 @@ import tyro
 from tyro.conf import Positional
 
 from steppe.lab.errors import LabError, unknown
+from steppe.lab.jobs import Stopped
 from steppe.lab.progress import duration
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.tables import Table
-from steppe.study.definitions import STUDIES, Study, study
-from steppe.study.evidence import DEFAULT_EVIDENCE, Evidence
-from steppe.study.plan import PARTS, Part, Plan, make_plan
-from steppe.study.runner import Limits, run_study
+from studies.definitions import STUDIES, study
+from studies.evidence import DEFAULT_EVIDENCE, Evidence
+from studies.plan import PARTS, Part, Plan, make_plan
+from studies.runner import Limits, run_study
 
 logger = logging.getLogger("steppe")
 
 
 @dataclass(frozen=True)
-class Studies:
-    """List the studies, or train what is missing of one and keep each run as a line of evidence.
+class Command:
+    """List the studies, or train what is missing of one: each run becomes a line of evidence.
 
-    Stop it whenever you like: the same command goes on. steppe study --page writes what the lines say.
-    Example: steppe study digits --jobs 2
+    Stop it at any moment: the same command resumes. Example: python -m studies digits --jobs 2
     """
 
     name: Annotated[Positional[str | None], tyro.conf.arg(metavar="STUDY")] = None
@@ -68,12 +68,16 @@ class Studies:
             raise LabError(f"jobs must be at least 0, got {self.jobs}.")
         processes = self.jobs or os.cpu_count() or 1
         if self.name is None:
-            _write(listing([self._state(each) for each in STUDIES.values()], processes))
-            return
-        chosen = study(self.name)
+            plans = [make_plan(s, Evidence(self.evidence, s.name)) for s in STUDIES.values()]
+        else:
+            plans = [self._train(self.name, processes)]
+        sys.stdout.write(listing(plans, self.evidence, processes) + "\n")
+
+    def _train(self, name: str, processes: int) -> Plan:
+        chosen = study(name)
         _check("setting", self.setting, {each.name for each in chosen.settings})
         _check("method", self.method, {m for each in chosen.settings for m in each.methods})
-        plan = run_study(
+        return run_study(
             chosen,
             Evidence(self.evidence, chosen.name),
             self.store,
@@ -83,30 +87,23 @@ class Studies:
             root=self.root,
             progress=False if self.quiet else None,
         )
-        _write(listing([(plan, Evidence(self.evidence, chosen.name))], processes))
 
     def _write_page(self) -> None:
         if self.name is not None:
-            raise LabError("the page shows all studies: steppe study --page, without a name.")
+            raise LabError("the page shows all studies: python -m studies --page, without a name.")
         if not self.evidence.is_dir():
             raise LabError(f"there is no folder {self.evidence} to read lines of evidence from.")
-        try:
-            from steppe.study.page import write_page
+        from studies.page import write_page
 
-            files = write_page(self.evidence, self.docs)
-        except ImportError as error:
-            raise LabError(str(error)) from None
+        files = write_page(self.evidence, self.docs)
         logger.info("written to %s, with %d figures", files[0], len(files) - 1)
 
-    def _state(self, each: Study) -> tuple[Plan, Evidence]:
-        evidence = Evidence(self.evidence, each.name)
-        return make_plan(each, evidence), evidence
 
-
-def listing(states: list[tuple[Plan, Evidence]], processes: int) -> str:
+def listing(plans: Iterable[Plan], folder: Path, processes: int) -> str:
     """What is done and missing of each part, and how long the rest will take."""
     rows = []
-    for plan, evidence in states:
+    for plan in plans:
+        evidence = Evidence(folder, plan.study.name)
         missing = plan.missing(evidence)
         for setting in plan.study.settings:
             for part in PARTS:
@@ -122,7 +119,7 @@ def listing(states: list[tuple[Plan, Evidence]], processes: int) -> str:
                 rows.append((plan.study.name, setting.name, part, f"{done} of {total}", time))
     note = (
         f"Time left on {processes} cores, roughly. Trials beyond a grid's edge come on top. "
-        "Go on with: steppe study NAME",
+        "Resume with: python -m studies NAME",
     )
     header = ("study", "setting", "part", "runs", "time left")
     return Table(header, tuple(rows), "", note).render("text")
@@ -134,5 +131,24 @@ def _check(what: str, given: Iterable[str], known: set[str]) -> None:
             raise unknown(what, name, known)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit code: 0, 2 for a mistake, 130 for Ctrl-C."""
+    style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    command = tyro.cli(Command, prog="python -m studies", args=arguments, config=style)
+    logger.setLevel(logging.WARNING if command.quiet else logging.INFO)
+    if logging.lastResort is not None:  # writes to what sys.stderr is then: a progress bar's own
+        logging.lastResort.setLevel(logging.INFO)
+    try:
+        command.run()
+    except (LabError, ImportError) as error:
+        sys.stderr.write(f"studies: {error}\n")
+        return 2
+    except KeyboardInterrupt as stop:
+        how = f"{stop}, the others are saved" if isinstance(stop, Stopped) else "runs are saved"
+        sys.stderr.write(f"Stopped: {how}. The same command resumes.\n")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

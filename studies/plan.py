@@ -19,8 +19,8 @@ from steppe.lab.results import Result
 from steppe.lab.specs import Spec, parse
 from steppe.lab.sweeps import with_values
 from steppe.lab.tuning import Choice, tune_all
-from steppe.study.definitions import LENGTHS, Control, Setting, Study
-from steppe.study.evidence import Evidence
+from studies.definitions import LENGTHS, Control, Setting, Study
+from studies.evidence import Evidence
 
 Part = Literal["defaults", "tuning", "tuned", "lengths", "sweeps"]
 PARTS: tuple[Part, ...] = get_args(Part)

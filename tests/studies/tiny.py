@@ -2,7 +2,7 @@
 
 from steppe.lab.recipes import recipe
 from steppe.lab.tuning import Tune
-from steppe.study.definitions import CONTROLS, SWEEPS, Setting, Study
+from studies.definitions import CONTROLS, SWEEPS, Setting, Study
 
 CONFIG = recipe("digits").replace(
     steps=8, threads=1, device="cpu", track_train=True, recompute_norm=True, eval_every=1

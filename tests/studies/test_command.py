@@ -1,18 +1,18 @@
-"""`steppe study` on the command line."""
+"""`python -m studies` on the command line."""
 
 import pytest
 
-from steppe import cli
-from steppe.study import STUDIES, Evidence, make_plan
-from tests.study.tiny import rich
+from studies import STUDIES, Evidence, make_plan
+from studies.__main__ import main
+from tests.studies.tiny import rich
 
 
-def steppe(*words):
-    return cli.run(["study", *map(str, words)])
+def studies(*words):
+    return main([str(word) for word in words])
 
 
 def test_an_unknown_study_is_named_with_the_nearest(capsys, tmp_path):
-    assert steppe("digit", "--evidence", tmp_path) == 2
+    assert studies("digit", "--evidence", tmp_path) == 2
     said = capsys.readouterr().err
     assert "digit" in said
     assert "digits" in said
@@ -20,20 +20,20 @@ def test_an_unknown_study_is_named_with_the_nearest(capsys, tmp_path):
 
 
 def test_an_unknown_method_is_an_error(capsys, tmp_path):
-    assert steppe("cifar10-noisy", "--method", "arwq", "--evidence", tmp_path) == 2
+    assert studies("cifar10-noisy", "--method", "arwq", "--evidence", tmp_path) == 2
     error = capsys.readouterr().err
     assert "arwq" in error
     assert "arwp" in error
 
 
 def test_an_unknown_setting_is_an_error(capsys, tmp_path):
-    assert steppe("digits", "--setting", "mlp", "--evidence", tmp_path) == 2
+    assert studies("digits", "--setting", "mlp", "--evidence", tmp_path) == 2
     assert "mlp-noisy" in capsys.readouterr().err
 
 
 def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("STEPPE_DATA", str(tmp_path / "nowhere"))
-    assert steppe("cifar10", "--evidence", tmp_path / "e", "--store", tmp_path / "s") == 2
+    assert studies("cifar10", "--evidence", tmp_path / "e", "--store", tmp_path / "s") == 2
     said = capsys.readouterr().err
     assert "cifar10" in said
     assert "fetch" in said or "nowhere" in said
@@ -51,13 +51,13 @@ def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monke
     ],
 )
 def test_limits_that_leave_nothing_are_errors(words, message, capsys, tmp_path):
-    assert steppe("fashion", *words, "--evidence", tmp_path / "e") == 2
+    assert studies("fashion", *words, "--evidence", tmp_path / "e") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "e").exists()
 
 
 def test_the_list_says_what_is_done_and_missing(capsys, tmp_path):
-    assert steppe("--evidence", tmp_path, "--jobs", "2") == 0
+    assert studies("--evidence", tmp_path, "--jobs", "2") == 0
     said = capsys.readouterr().out
     for name in STUDIES:
         assert name in said
@@ -66,13 +66,13 @@ def test_the_list_says_what_is_done_and_missing(capsys, tmp_path):
 
 
 def test_the_page_shows_all_studies(capsys, tmp_path):
-    assert steppe("digits", "--page", "--evidence", tmp_path) == 2
+    assert studies("digits", "--page", "--evidence", tmp_path) == 2
     assert "without a name" in capsys.readouterr().err
     docs = tmp_path / "docs"
-    assert steppe("--page", "--evidence", tmp_path / "none", "--docs", docs) == 2
+    assert studies("--page", "--evidence", tmp_path / "none", "--docs", docs) == 2
     assert f"no folder {tmp_path / 'none'}" in capsys.readouterr().err
     assert not docs.exists()
-    assert steppe("--page", "--evidence", tmp_path, "--docs", docs) == 0
+    assert studies("--page", "--evidence", tmp_path, "--docs", docs) == 0
     page = (docs / "evidence.md").read_text()
     for study in STUDIES.values():
         assert f"## {study.title}" in page

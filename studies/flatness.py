@@ -10,9 +10,9 @@ from scipy import stats
 
 from steppe.lab.statistics import ENOUGH, half_width, mean_std, mean_words
 from steppe.lab.tables import Table, signed
-from steppe.study.definitions import Setting
-from steppe.study.findings import HOW, Claim, Findings, places
-from steppe.study.plan import Part
+from studies.definitions import Setting
+from studies.findings import HOW, Claim, Findings, places
+from studies.plan import Part
 
 MEASURES = {
     "largest_eigenvalue": "the largest Hessian eigenvalue",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from steppe.lab.sentences import interval_words
 from steppe.lab.statistics import ENOUGH, Difference, equivalent, mean_std
 from steppe.lab.tables import join_words
-from steppe.study.definitions import Setting
-from steppe.study.findings import (
+from studies.definitions import Setting
+from studies.findings import (
     Claim,
     Findings,
     adaptive,
@@ -17,9 +17,9 @@ from steppe.study.findings import (
     ordering,
     places,
 )
-from steppe.study.flatness import flatness_answer, radius_answer
-from steppe.study.plan import Part
-from steppe.study.tables import strength_words
+from studies.flatness import flatness_answer, radius_answer
+from studies.plan import Part
+from studies.tables import strength_words
 
 MARGIN = 0.5
 """Points of accuracy within which two methods match."""

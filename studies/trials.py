@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from steppe.lab.specs import Spec, label, parse
 from steppe.lab.tables import Table, join_words
-from steppe.study.definitions import METHODS, Setting
-from steppe.study.findings import Findings
-from steppe.study.plan import pinned
+from studies.definitions import METHODS, Setting
+from studies.findings import Findings
+from studies.plan import pinned
 
 NOTE = (
     "The strength that each method's trials chose on validation data, rho for SAM and MSAM and ratio for the "

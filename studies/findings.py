@@ -9,9 +9,9 @@ from functools import cached_property
 
 from steppe.lab.results import Result
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from steppe.study.definitions import Control, Setting, Study
-from steppe.study.evidence import Evidence, Line
-from steppe.study.plan import Part, Plan, make_plan
+from studies.definitions import Control, Setting, Study
+from studies.evidence import Evidence, Line
+from studies.plan import Part, Plan, make_plan
 
 HOW = {"defaults": "default strengths, untuned", "tuned": "tuned strengths"}
 JUDGED: tuple[Part, ...] = ("defaults", "tuned")

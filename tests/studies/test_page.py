@@ -10,12 +10,12 @@ import pytest
 from steppe.lab.published import CIFAR, IMAGENET
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tuning import Tune
-from steppe.study import STUDIES, Evidence, make_plan
-from steppe.study.findings import PAPER_ORDER, Claim, Findings
-from steppe.study.gains import gains_figure
-from steppe.study.page import compose, write_page
-from tests.study.made_up import LEVELS, accuracy, fill
-from tests.study.tiny import rich
+from studies import STUDIES, Evidence, make_plan
+from studies.findings import PAPER_ORDER, Claim, Findings
+from studies.gains import gains_figure
+from studies.page import compose, write_page
+from tests.studies.made_up import LEVELS, accuracy, fill
+from tests.studies.tiny import rich
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,7 +224,7 @@ def test_what_is_missing_is_said(tmp_path):
     text, shown = compose(tmp_path, (rich(), STUDIES["cifar10"]))
     assert "24 of " in text
     assert "Still missing, in runs: mlp (defaults 48, tuning 60, tuned 42, lengths" in text
-    assert "No runs yet: `steppe study cifar10`." in text
+    assert "No runs yet: `python -m studies cifar10`." in text
     # Doubled steps are there as controls.
     assert set(shown) == {"rich-gains.png", "rich-lengths.png"}
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from steppe.lab.statistics import ENOUGH, Difference
 from steppe.lab.tables import Table, signed
-from steppe.study.answers import MARGIN, matches
-from steppe.study.definitions import Setting
-from steppe.study.findings import (
+from studies.answers import MARGIN, matches
+from studies.definitions import Setting
+from studies.findings import (
     DOUBLED,
     Claim,
     Findings,
@@ -20,7 +20,7 @@ from steppe.study.findings import (
     ordering,
     places,
 )
-from steppe.study.flatness import ranking
+from studies.flatness import ranking
 
 Pairs = Callable[[Setting], Sequence[tuple[str, str]]]
 NOTE = (

@@ -1,4 +1,4 @@
-"""`python -m studies`: list the studies, train what is missing of one, or write the page."""
+"""`python -m studies`: list the studies, train what is missing of one, or write the pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from steppe.lab.errors import LabError, unknown
+from steppe.lab.errors import LabError
 from steppe.lab.jobs import Stopped
 from steppe.lab.progress import duration
 from steppe.lab.runs import DEFAULT_STORE
@@ -57,12 +57,21 @@ class Command:
     """Train nothing: write docs/evidence.md and its figures from the lines that exist."""
     docs: Path = Path("docs")
     """The folder of that page."""
+    archive: str | None = None
+    """Train nothing: move lines that no study uses any more to evidence/archive/NAME."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """No progress."""
 
     def run(self) -> None:
-        if self.page:
-            self._write_page()
+        if self.page or self.archive is not None:
+            if self.name is not None:
+                raise LabError("--page and --archive are about all studies: leave the name away.")
+            if not self.evidence.is_dir():
+                raise LabError(f"there is no folder {self.evidence} of lines of evidence.")
+            if self.archive is not None:
+                self._archive(self.archive)
+            if self.page:
+                self._write_page()
             return
         if self.jobs < 0:
             raise LabError(f"jobs must be at least 0, got {self.jobs}.")
@@ -75,8 +84,6 @@ class Command:
 
     def _train(self, name: str, processes: int) -> Plan:
         chosen = study(name)
-        _check("setting", self.setting, {each.name for each in chosen.settings})
-        _check("method", self.method, {m for each in chosen.settings for m in each.methods})
         return run_study(
             chosen,
             Evidence(self.evidence, chosen.name),
@@ -89,14 +96,17 @@ class Command:
         )
 
     def _write_page(self) -> None:
-        if self.name is not None:
-            raise LabError("the page shows all studies: python -m studies --page, without a name.")
-        if not self.evidence.is_dir():
-            raise LabError(f"there is no folder {self.evidence} to read lines of evidence from.")
         from studies.page import write_page
 
         files = write_page(self.evidence, self.docs)
-        logger.info("written to %s, with %d figures", files[0], len(files) - 1)
+        logger.info("written to %s, with %d more files", files[0], len(files) - 1)
+
+    def _archive(self, name: str) -> None:
+        for each in STUDIES.values():
+            evidence = Evidence(self.evidence, each.name)
+            runs = {entry.run for entry in make_plan(each, evidence).entries}
+            if moved := evidence.archive(name, runs):
+                logger.info("%s: %d lines moved to archive/%s", each.name, moved, name)
 
 
 def listing(plans: Iterable[Plan], folder: Path, processes: int) -> str:
@@ -123,12 +133,6 @@ def listing(plans: Iterable[Plan], folder: Path, processes: int) -> str:
     )
     header = ("study", "setting", "part", "runs", "time left")
     return Table(header, tuple(rows), "", note).render("text")
-
-
-def _check(what: str, given: Iterable[str], known: set[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise unknown(what, name, known)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,10 @@ from steppe.lab.specs import label, parse
 from steppe.lab.tuning import Tune
 
 METHODS = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp", "msam")
+RANDOM = ("rwp", "arwp", "m-rwp", "m-arwp")
+"""The methods whose default strength the primary questions are about."""
 FEW = ("sgd", "sam", "arwp", "m-arwp")
+NARROW = "ResNet-18 of a quarter width"
 LENGTHS = (0.25, 0.5, 2.0)
 """Of the usual number of steps."""
 
@@ -63,10 +66,10 @@ class Setting:
     name: str
     title: str
     config: Config
-    """Plain training from seed 0; `steps` is given, so that a doubled batch keeps them."""
+    """The baseline from seed 0; `steps` is given, so that a doubled batch keeps them."""
     seeds: int
     seconds: float
-    """What a run of plain training takes on one core, for the estimate of the time."""
+    """What a run of the baseline takes on one core, for the estimate of the time."""
     methods: tuple[str, ...] = METHODS
     controls: tuple[Control, ...] = CONTROLS
     tune: Tune | None = field(default_factory=lambda: Tune(baseline=True))
@@ -80,8 +83,8 @@ class Setting:
     """Whether curvature, sharpness and weight norm of the final models are measured."""
 
     @property
-    def plain(self) -> str:
-        """How tables call plain training here."""
+    def baseline(self) -> str:
+        """How tables call training without perturbation: SGD, AdamW."""
         return self.called(METHODS[0])
 
     def called(self, method: str) -> str:
@@ -110,7 +113,7 @@ class Study:
 
 
 def _recorded(name: str, steps: int, **changes: object) -> Config:
-    """A recipe's plain training as studies record it: one thread, training loss, BatchNorm both ways."""
+    """A recipe's baseline as studies record it: one thread, training loss, BatchNorm both ways."""
     config = recipe(name).replace(
         steps=steps, threads=1, device="cpu", track_train=True, recompute_norm=True
     )
@@ -137,33 +140,31 @@ def _digits() -> Study:
         "digits",
         "Digits",
         ((replace(noisy_mlp, sweeps=SWEEPS), clean_mlp), (noisy_resnet, clean_resnet)),
-        cut=("Figures 2 to 4 were made for the MLP with noisy labels alone, with five seeds.",),
+        cut=(
+            "Sweeps (the paper's Figures 2 to 4) were run for the MLP with noisy labels alone, on five seeds.",
+        ),
     )
 
 
 def _cifar10() -> Study:
     config = _recorded("cifar10-small", 80 * 39)
-    title = "CIFAR-10, 5,000 images, ResNet-18 of a quarter width"
-    return Study(
-        "cifar10",
-        "CIFAR-10 at CPU size",
-        ((Setting("resnet18", title, config, 5, 300.0, tuned_controls=CONTROLS, minima=True),),),
-    )
+    title = f"{NARROW}, 5,000 images"
+    setting = Setting("resnet18", title, config, 5, 300.0, tuned_controls=CONTROLS, minima=True)
+    return Study("cifar10", "CIFAR-10", ((setting,),))
 
 
 def _cifar10_decay() -> Study:
     """The methods with the weight decay that SGD's trials in `cifar10` chose: an equal footing."""
     (usual,) = _cifar10().settings
     config = usual.config.override({"weight_decay": 0.002})
-    title = f"{usual.title}, weight decay 0.002"
-    setting = replace(usual, title=title, config=config, controls=(), tune=None)
+    setting = replace(usual, config=config, controls=(), tune=None)
     return Study(
         "cifar10-decay",
-        "CIFAR-10 at CPU size, SGD's tuned weight decay for all",
+        "CIFAR-10 with weight decay 0.002",
         ((setting,),),
         cut=(
-            "Planned when the first tuned runs of `cifar10` were known: there tuned SGD has the weight "
-            "decay that its trials chose and the methods keep the recipe's. Here all have SGD's.",
+            "Planned after the first tuned runs of `cifar10`: there tuned SGD has the weight decay that "
+            "its trials chose and the methods keep the recipe's. Here all have SGD's.",
             "Strengths are the defaults; nothing was tuned, and there are no controls.",
         ),
     )
@@ -171,18 +172,17 @@ def _cifar10_decay() -> Study:
 
 def _cifar10_noisy() -> Study:
     config = _recorded("cifar10-small", 80 * 39, label_noise=0.2)
-    title = "CIFAR-10, 5,000 images with 20 % label noise, ResNet-18 of a quarter width"
+    title = f"{NARROW}, 5,000 images"
     setting = Setting("resnet18", title, config, 3, 300.0, methods=FEW, controls=())
-    return Study("cifar10-noisy", "CIFAR-10 at CPU size, 20 % label noise", ((setting,),))
+    return Study("cifar10-noisy", "CIFAR-10 with 20 % label noise", ((setting,),))
 
 
 def _cifar100() -> Study:
     config = _recorded("cifar100-small", 80 * 78)
-    title = "CIFAR-100, 10,000 images, ResNet-18 of a quarter width"
     return Study(
         "cifar100",
-        "CIFAR-100 at CPU size",
-        ((Setting("resnet18", title, config, 3, 600.0),),),
+        "CIFAR-100",
+        ((Setting("resnet18", f"{NARROW}, 10,000 images", config, 3, 600.0),),),
         cut=("Controls were run at the default strengths alone.",),
     )
 
@@ -190,16 +190,12 @@ def _cifar100() -> Study:
 def _fashion() -> Study:
     conv = _recorded("fashion-small", 40 * 31)
     vit = _recorded("fashion-small-vit", 40 * 31)
-    titles = (
-        "Fashion-MNIST, 2,000 images, small convolution net",
-        "Fashion-MNIST, 2,000 images, small ViT, AdamW",
-    )
     return Study(
         "fashion",
-        "Fashion-MNIST: confirmation of the defaults",
+        "Fashion-MNIST",
         (
-            (Setting("conv", titles[0], conv, 10, 40.0, tune=None),),
-            (Setting("vit", titles[1], vit, 10, 60.0, tune=None),),
+            (Setting("conv", "small conv net, 2,000 images", conv, 10, 40.0, tune=None),),
+            (Setting("vit", "small ViT with AdamW, 2,000 images", vit, 10, 60.0, tune=None),),
         ),
         cut=(
             "Nothing was tuned: this study is there to confirm the defaults, and chooses nothing.",

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from steppe.lab.errors import LabError
 from steppe.lab.results import Result, from_record
@@ -23,6 +22,7 @@ from steppe.lab.runs import Record, lock
 logger = logging.getLogger("steppe")
 
 DEFAULT_EVIDENCE = Path("evidence")
+ARCHIVE = "archive"
 CURVES = {
     "train_nll": "train_nll",
     "test_accuracy": "test_accuracy",
@@ -132,9 +132,6 @@ class Evidence:
         whole, newline, cut = content.rpartition(b"\n")
         return (whole + newline).decode("utf-8").splitlines(), cut
 
-    def results(self) -> list[Result]:
-        return [line.result for line in self.lines.values()]
-
     def find(self, run: str) -> Line | None:
         """The line of a run."""
         return self.lines.get(run)
@@ -157,16 +154,42 @@ class Evidence:
 
     def append(self, line: Line) -> None:
         """Write a line, in one piece, to the disk."""
+        self._add(line.text())
+        self.lines[line.run] = line
+
+    def _add(self, text: str) -> None:
         number = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(number, line.text().encode("utf-8"))
+            os.write(number, text.encode("utf-8"))
             os.fsync(number)
         finally:
             os.close(number)
-        self.lines[line.run] = line
+
+    def archive(self, name: str, keep: Container[str]) -> int:
+        """Move the lines of all runs but those to keep into archive/NAME; give their number."""
+        if Path(name).name != name:
+            raise LabError(f"an archive is called by one word, got {name!r}.")
+        if all(run in keep for run in self.lines):
+            return 0
+        old = Evidence(self.folder / ARCHIVE / name, self.study)
+        with self.writing(), old.writing():
+            by_run: dict[str, str] = {}
+            for text in self._read()[0]:
+                by_run.setdefault(from_text(text).run, f"{text}\n")
+            aside = {run: text for run, text in by_run.items() if run not in keep}
+            # First added there, then gone from here: a kill in between loses nothing.
+            old._add("".join(text for run, text in aside.items() if run not in old.lines))
+            new = self.file.with_suffix(".new")
+            new.write_text("".join(t for run, t in by_run.items() if run in keep), encoding="utf-8")
+            new.replace(self.file)
+        for run in aside:
+            del self.lines[run]
+        return len(aside)
 
 
-def described(lines: list[Line]) -> list[dict[str, Any]]:
-    """The different places that lines come from."""
-    found = {json.dumps(line.result.environment, sort_keys=True) for line in lines}
-    return [json.loads(text) for text in sorted(found)]
+def archives(folder: Path) -> dict[str, list[Evidence]]:
+    """By name the lines that were set aside when defaults changed, a file for each study."""
+    found: dict[str, list[Evidence]] = {}
+    for file in sorted((folder / ARCHIVE).glob("*/*.jsonl")):
+        found.setdefault(file.parent.name, []).append(Evidence(file.parent, file.stem))
+    return found

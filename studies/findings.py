@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from steppe.lab.results import Result
+from steppe.lab.specs import parse
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from studies.definitions import Control, Setting, Study
+from studies.definitions import FEW, RANDOM, Setting, Study
 from studies.evidence import Evidence, Line
 from studies.plan import Part, Plan, make_plan
 
-HOW = {"defaults": "default strengths, untuned", "tuned": "tuned strengths"}
+HOW = {"defaults": "default strengths", "tuned": "tuned strengths"}
 JUDGED: tuple[Part, ...] = ("defaults", "tuned")
 DOUBLED = "ARWP, batch doubled"
 PAPER_ORDER = ("sgd", "rwp", "arwp", "sam", "m-rwp", "m-arwp")
 """From the lowest to the highest mean over the paper's twelve columns (a test recomputes it)."""
+CHANGES = ("4 bits", "3 bits", "50 % pruned", "80 % pruned")
+"""What is done to the final weights, by the names that lines have for the accuracy afterwards."""
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,42 @@ class Claim:
     part: Part
     first: str
     second: str
+    after: str = ""
+    """The change of the weights after which they are compared; none: as trained."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of a method or control by seed, in one setting with one kind of strengths."""
+
+    part: Part
+    name: str
+    lines: dict[int, Line]
+
+    @property
+    def finished(self) -> dict[int, Result]:
+        """Those that did not diverge."""
+        every = ((seed, line.result) for seed, line in self.lines.items())
+        return {seed: result for seed, result in every if result.status == "finished"}
+
+    def scores(self, after: str = "") -> dict[int, float]:
+        """Test accuracy by seed of the runs that finished, as trained or after a change."""
+        if not after:
+            return {seed: result.score() for seed, result in self.finished.items()}
+        measured = {seed: self.lines[seed].minima.get("robustness", {}) for seed in self.finished}
+        return {seed: found[after] for seed, found in measured.items() if after in found}
+
+    def mean(self, after: str = "") -> float:
+        return mean_std(list(self.scores(after).values()))[0]
+
+    @property
+    def strength(self) -> str:
+        """`ratio 0.6`; of a tuned baseline its weight decay."""
+        config = next(iter(self.lines.values())).result.config
+        used = parse(config.method).strength
+        if used is not None:
+            return f"{used[0]} {used[1]:g}"
+        return f"weight decay {config.weight_decay:g}" if self.part == "tuned" else "–"
 
 
 @dataclass(frozen=True)
@@ -42,102 +82,101 @@ class Findings:
         return make_plan(self.study, self.evidence)
 
     @cached_property
-    def _index(self) -> dict[tuple[str, Part, str], dict[int, Line]]:
-        found: dict[tuple[str, Part, str], dict[int, Line]] = {}
+    def _rows(self) -> dict[tuple[str, Part, str], Row]:
+        found: dict[tuple[str, Part, str], Row] = {}
         for entry in self.plan.entries:
             line = self.evidence.find(entry.run)
             if line is not None:
                 key = (entry.setting.name, entry.part, entry.name)
-                found.setdefault(key, {})[entry.config.seed] = line
+                row = found.setdefault(key, Row(entry.part, entry.name, {}))
+                row.lines[entry.config.seed] = line
         return found
 
-    def lines(self, setting: Setting | str, part: Part, name: str) -> dict[int, Line]:
-        """The runs of a row by seed."""
+    def row(self, setting: Setting | str, part: Part, name: str) -> Row:
+        """The runs that a name stands for; maybe none."""
         where = setting if isinstance(setting, str) else setting.name
-        return self._index.get((where, part, name), {})
+        return self._rows.get((where, part, name), Row(part, name, {}))
 
-    def finished(self, setting: Setting | str, part: Part, name: str) -> dict[int, Result]:
-        """Those that did not diverge."""
-        lines = self.lines(setting, part, name).items()
-        return {seed: line.result for seed, line in lines if line.result.status == "finished"}
-
-    def names(self, setting: Setting, part: Part) -> list[str]:
-        """The rows that have runs, methods first."""
-        controls: Sequence[Control] = setting.controls
-        if part == "tuned":
-            controls = setting.tuned_controls
+    def rows(self, setting: Setting, part: Part) -> list[Row]:
+        """The methods that have runs, then the controls."""
+        controls = setting.tuned_controls if part == "tuned" else setting.controls
         wanted = [*map(setting.called, setting.methods), *(control.name for control in controls)]
-        return [name for name in wanted if self.lines(setting, part, name)]
+        return [row for name in wanted if (row := self.row(setting, part, name)).lines]
 
     def pairs(self, claim: Claim) -> list[float]:
         """Differences in test accuracy on the seeds that both finished."""
-        first = self.finished(claim.setting, claim.part, claim.first)
-        second = self.finished(claim.setting, claim.part, claim.second)
-        return [first[s].score() - second[s].score() for s in sorted(first.keys() & second.keys())]
+        first, second = (
+            self.row(claim.setting, claim.part, name).scores(claim.after)
+            for name in (claim.first, claim.second)
+        )
+        return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
     @cached_property
     def differences(self) -> dict[Claim, Difference]:
-        """All claims of the study that have a pair of runs, corrected by Holm together."""
-        claims: dict[Claim, list[float]] = {}
-        for setting, part in itertools.product(self.study.settings, JUDGED):
-            for claim in self._claims(setting, part):
-                if values := self.pairs(claim):
-                    claims[claim] = values
-        return dict(zip(claims, compare_all(list(claims.values())), strict=True))
+        """All claims that have a pair of runs; Holm corrects the primary ones and the others apart."""
+        primary = [claim for setting in self.study.settings for claim in primary_claims(setting)]
+        others = [
+            Claim(setting.name, part, *pair)
+            for setting, part in itertools.product(self.study.settings, JUDGED)
+            for pair in [*self._against_baseline(setting, part), *asked(setting)]
+        ]
+        found: dict[Claim, Difference] = {}
+        for family in (primary, others):
+            known = {c: values for c in family if c not in found and (values := self.pairs(c))}
+            found |= zip(known, compare_all(list(known.values())), strict=True)
+        return found
 
-    def _claims(self, setting: Setting, part: Part) -> list[Claim]:
-        """Every row against plain training, and what the questions ask."""
-        others = [name for name in self.names(setting, part) if name != setting.plain]
-        found = [Claim(setting.name, part, name, setting.plain) for name in others]
-        asked = [*adaptive(setting), mixing(setting), matching(setting), *ordering(setting)]
-        found += [Claim(setting.name, part, first, second) for first, second in asked]
-        return list(dict.fromkeys(found))
+    def _against_baseline(self, setting: Setting, part: Part) -> list[Pair]:
+        names = [row.name for row in self.rows(setting, part)]
+        return [(name, setting.baseline) for name in names if name != setting.baseline]
 
-    def difference(
-        self, setting: Setting, part: Part, pair: tuple[str, str]
-    ) -> tuple[Claim, Difference | None]:
-        """A claim and what is known about it."""
-        claim = Claim(setting.name, part, *pair)
-        return claim, self.differences.get(claim)
+    def gain(self, setting: Setting, row: Row) -> Difference | None:
+        """A row against the baseline; None for the baseline, and where no pair has run."""
+        claim = Claim(setting.name, row.part, row.name, setting.baseline)
+        return self.differences.get(claim)
 
-    def mean(self, setting: Setting, part: Part, name: str) -> float:
-        """Mean test accuracy of a row."""
-        found = self.finished(setting, part, name).values()
-        return mean_std([result.score() for result in found])[0]
-
-    def lowest_factor(self, setting: Setting, part: Part, name: str) -> float | None:
-        """The smallest median adaptive factor of any epoch and seed."""
-        lines = self.lines(setting, part, name).values()
-        curves = [line.curves["factor"] for line in lines if line.curves.get("factor")]
-        return min(map(min, curves)) if curves else None
+    def gap(self, setting: Setting) -> float:
+        """By how many points the baseline is better on training than on test data."""
+        base = self.row(setting, "defaults", setting.baseline).finished.values()
+        return mean_std([result.score("train") - result.score("test") for result in base])[0]
 
 
-def places(findings: Findings) -> Iterator[tuple[Setting, Part, str]]:
-    """Every setting with either kind of strengths, and how sentences begin about it."""
-    for setting, part in itertools.product(findings.study.settings, JUDGED):
-        if findings.names(setting, part):
-            yield setting, part, f"{setting.title}, {HOW[part]}"
+def primary_claims(setting: Setting) -> Iterator[Claim]:
+    """What the primary questions compare: the default strengths, and nothing tuned."""
+    sgd, sam, arwp, m_arwp = map(setting.called, FEW)
+    tried = [setting.called(method) for method in RANDOM if method in setting.methods]
+    for name in tried:
+        yield Claim(setting.name, "defaults", name, sgd)
+    yield Claim(setting.name, "defaults", m_arwp, sam)
+    for after, name, other in itertools.product(CHANGES, (arwp, m_arwp), (sgd, sam)):
+        yield Claim(setting.name, "defaults", name, other, after)
 
 
-def adaptive(setting: Setting) -> list[tuple[str, str]]:
-    """Does the adaptive form help?"""
+def adaptive(setting: Setting) -> list[Pair]:
+    """The adaptive methods against those that they adapt."""
     called = setting.called
     return [(called("arwp"), called("rwp")), (called("m-arwp"), called("m-rwp"))]
 
 
-def mixing(setting: Setting) -> tuple[str, str]:
-    """Does mixing help beyond its second batch?"""
-    return setting.called("m-arwp"), DOUBLED
+def mixing(setting: Setting) -> list[Pair]:
+    """m-ARWP against ARWP on as much data."""
+    return [(setting.called("m-arwp"), DOUBLED)]
 
 
-def matching(setting: Setting) -> tuple[str, str]:
-    """Does m-ARWP match SAM?"""
-    return setting.called("m-arwp"), setting.called("sam")
+def matching(setting: Setting) -> list[Pair]:
+    """m-ARWP against SAM."""
+    return [(setting.called("m-arwp"), setting.called("sam"))]
 
 
-def ordering(setting: Setting) -> list[tuple[str, str]]:
+def ordering(setting: Setting) -> list[Pair]:
     """The steps of the paper's ordering, each the better one first."""
     present = [method for method in PAPER_ORDER if method in setting.methods]
     return [
         (setting.called(high), setting.called(low)) for low, high in itertools.pairwise(present)
     ]
+
+
+def asked(setting: Setting) -> list[Pair]:
+    """All comparisons between two methods, each once."""
+    pairs = [*adaptive(setting), *mixing(setting), *matching(setting), *ordering(setting)]
+    return [pair for pair in dict.fromkeys(pairs) if pair[1] != setting.baseline]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ SAMPLES = 512
 RHO = 0.5
 """The radius of adaptive sharpness, in units of |w| (ASAM's usual one)."""
 GRID = 17
+RISE = 0.1
+"""The rise of the loss at which radii are compared."""
 RADII = tuple(float(f"{0.01 * 3000 ** (i / 11):.3g}") for i in range(12))
 """From 0.01 to 30, evenly on a logarithmic scale."""
 
@@ -32,7 +34,7 @@ def measure(
 
     All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
     the weights are: those stored by training under noise belong to other weights. Where that fails,
-    the reason is written, which the page then tells.
+    the reason is written instead, and the page shows it.
     """
     assert result.folder is not None
     run = Run(result.folder)
@@ -112,3 +114,35 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def radius_words(curve: Mapping[str, Any]) -> str:
+    """How much further a random perturbation goes than an adversarial one, for the same rise."""
+    reached = {
+        kind: _radius_at(curve["radii"], losses, curve["base"] + RISE)
+        for kind, losses in zip(curve["kinds"], curve["loss"], strict=True)
+    }
+    random, ascent = reached["random"], reached["sam"]
+    if math.isinf(random) or math.isinf(ascent):
+        return f"The loss of the baseline of seed 0 does not rise by {RISE:g} within the radii measured."
+    return (
+        f"The loss of the baseline of seed 0 rises by {RISE:g} at radius {random:.3g} in random directions "
+        f"and {ascent:.3g} along the gradient of {curve['batch']} samples: {random / ascent:.3g} times as far (n = 1)."
+    )
+
+
+def _radius_at(radii: Sequence[float], losses: Sequence[float | None], level: float) -> float:
+    """Where the loss first reaches a level, between radii on a logarithmic scale; else infinity.
+
+    >>> round(_radius_at([0.1, 1.0, 10.0], [1.0, 1.0, 2.0], 1.5), 3)
+    3.162
+    """
+    before: tuple[float, float] | None = None
+    for radius, loss in zip(radii, losses, strict=True):
+        if loss is None or loss >= level:
+            if before is None or loss is None:
+                return radius
+            part = (level - before[1]) / (loss - before[1])
+            return float(before[0] * (radius / before[0]) ** part)
+        before = (radius, loss)
+    return math.inf

@@ -1,129 +1,161 @@
-"""`docs/evidence.md`: what the lines of evidence say, with nothing typed by hand."""
+"""`docs/evidence.md` and a page for each study: what the lines say, with nothing typed by hand."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from steppe.lab.tables import join_words
+from steppe.lab.tables import Table, join_words
 from steppe.report.canvas import save_figure
-from studies.answers import answers
+from studies.comparisons import refuted
 from studies.definitions import STUDIES, Study
 from studies.evidence import Evidence, Line
+from studies.figures import landscapes
 from studies.findings import JUDGED, Findings
-from studies.flatness import minima_table
-from studies.gains import gains_table
-from studies.pictures import Picture, pictures
-from studies.plan import PARTS
-from studies.summary import summary_table
-from studies.tables import result_table
-from studies.trials import choices_table, trials_table
+from studies.questions import NOTHING, PRIMARY, post_hoc
+from studies.tables import (
+    gains_table,
+    lengths_table,
+    minima_table,
+    pairs_table,
+    paper_table,
+    result_table,
+    sweeps_table,
+    trials_table,
+)
 
-COMMAND = "python -m studies --page"
-OPENING = f"""# Evidence
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-What the methods gain on real data, at a size that two CPU cores carry. This page and its figures are
-written by `{COMMAND}` from the lines in `evidence/`, one for each finished run, with its config,
-environment and commit; `python -m studies NAME` trains what is missing. Nothing is typed by hand. These
-are not the paper's settings, and none of its numbers stand here: those are on
-[Reproducing the paper](reproducing.md).
+Draw = Callable[[], "Figure"]
+OPENING = """# Evidence
+
+What the methods gain on real data, at a size that two CPU cores train. Five questions are primary;
+everything else is secondary. `python -m studies --page` writes this page from the lines in `evidence/`,
+one for each run, with its config, environment and commit. These are not the paper's settings;
+[its numbers](reproducing.md) are on another page.
 """
 READING = """## How to read it
 
-- Accuracy is that of the final model on the test data: mean ± standard deviation over seeds. Test data
-  chose nothing.
-- Runs are paired by seed: the same initial weights, and the clean pass of an m-method sees SGD's batches
-  in SGD's order. Differences have t-intervals over the pairs at the level of Holm's test, which corrects
-  over all comparisons of a study, those of the answers included. Below five seeds there is no verdict,
-  but the smallest difference that could have been seen.
-- Default strengths are the library's, untuned. Tuned ones are the best of five log-spaced values (for
-  SGD, of weight decay) by accuracy on a fifth of the training data, noisy labels left in, over two seeds
-  that are not reported; a winner at the grid's edge extends the grid once. The methods keep the recipe's
-  weight decay. The runs shown were then trained on all training data. *Trials* counts the runs spent on
-  that; a control takes its method's strength.
-- m-methods see two batches a step. *Batch doubled* gives a one-pass method as much data in as many steps,
-  *steps doubled* as many FLOPs. *SAM, two batches* takes its two gradients from different batches,
-  *m-ARWP, one batch* from the same.
-- *BN recomputed*: accuracy after BatchNorm's statistics were computed anew at the final weights. Time is
-  processor time of the training steps on one thread, median of the pairs that ran on equal machines (with
-  plain training at the recipe's weight decay where the tuned one ran on another); FLOPs are counted.
-- The last bits of a run, and in the end its model, depend on the processor's instruction set, which can be
-  [chosen](lab.md#runs) to repeat a line. `python -m studies NAME --evidence elsewhere` trains lines again.
+Every method starts from the baseline's initial weights and sees its batches in its order; the mixed
+methods (m-RWP, m-ARWP) see a second batch. Differences are paired by seed and have t-intervals at the
+level of Holm's test, which corrects over all primary comparisons of a study, and over its secondary
+ones apart. Below five seeds nothing is tested. Accuracy is that of the final model on test data;
+hyperparameters were chosen on validation data. [How the runs are made](studies.md#how-runs-are-compared).
 """
-STATE = "What has been trained so far:"
+PAPER = """## Against the paper
+
+Secondary. How often a claim of the paper is significantly supported or contradicted here, at default
+strengths. Its own settings (full CIFAR, ImageNet, 200 epochs) are out of reach of these machines.
+"""
+SECONDARY = """Everything on this page is secondary, except the gains of RWP, ARWP, m-RWP and m-ARWP at default
+strengths and m-ARWP − SAM, which answer the primary questions on the page [Evidence](../evidence.md).
+[How the runs are made and compared](../studies.md#how-runs-are-compared).
+"""
 
 
 def compose(
-    evidence: Path, studies: tuple[Study, ...] = tuple(STUDIES.values())
-) -> tuple[str, dict[str, Picture]]:
-    """The text of the page, and by file name the pictures in it."""
+    evidence: Path, studies: Sequence[Study] = tuple(STUDIES.values())
+) -> tuple[dict[str, str], dict[str, Draw]]:
+    """By file name in `docs` the text of the pages, and what draws the pictures in them."""
     found = [Findings(study, Evidence(evidence, study.name)) for study in studies]
-    parts = [OPENING, _overview(found), READING]
-    shown: dict[str, Picture] = {}
+    verdict, sections, drawn = [], [], dict[str, Draw]()
+    for number, question in enumerate(PRIMARY, 1):
+        answer = question.answer(found)
+        verdict.append(f"{number}. **{question.text}** {answer}")
+        sections += [f"## {number}. {question.text}", ""]
+        if answer == NOTHING:
+            sections += [NOTHING, ""]
+            continue
+        file = f"evidence/{question.name}.png"
+        drawn[file] = partial(question.figure, found)
+        sections += [_framed(file, question.caption), ""]
+    parts = [OPENING, "## Verdict", "", *verdict, "", *post_hoc(found)]
+    parts += [f"{sentence}\n" for sentence in refuted(evidence, studies)]
+    parts += [
+        *sections,
+        PAPER,
+        *_written(paper_table(found)),
+        "## Studies",
+        "",
+        _overview(found),
+        "",
+    ]
+    parts += [*_folded("All gains at default strengths", gains_table(found)), READING]
+    pages = {"evidence.md": "\n".join(parts)}
     for findings in found:
-        made = {f"{findings.study.name}-{name}.png": p for name, p in pictures(findings).items()}
-        first, *rest = [_framed(file, picture) for file, picture in made.items()] or [""]
-        parts += [section(findings, first), *rest]
-        shown |= made
-    return "\n".join(parts), shown
+        if findings.evidence.lines:
+            text, more = study_page(findings)
+            pages[f"evidence/{findings.study.name}.md"] = text
+            drawn |= more
+    return pages, drawn
 
 
 def write_page(
-    evidence: Path, docs: Path, studies: tuple[Study, ...] = tuple(STUDIES.values())
+    evidence: Path, docs: Path, studies: Sequence[Study] = tuple(STUDIES.values())
 ) -> list[Path]:
-    """Write evidence.md and its figures into `docs`, and give the files."""
-    text, shown = compose(evidence, studies)
+    """Write the pages and their figures into `docs`, and give the files."""
+    pages, drawn = compose(evidence, studies)
     folder = docs / "evidence"
-    for old in folder.glob("*.png"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("*.png"), *folder.glob("*.md")]:
         old.unlink()
-    drawn = [file for name, p in shown.items() for file in _draw(p, folder / name)]
-    page = docs / "evidence.md"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(text, encoding="utf-8")
-    return [page, *drawn]
+    for name, text in pages.items():
+        (docs / name).write_text(text, encoding="utf-8")
+    files = [
+        file for name, draw in drawn.items() for file in save_figure(draw(), docs / name, ("png",))
+    ]
+    return [*(docs / name for name in pages), *files]
 
 
-def _draw(picture: Picture, file: Path) -> list[Path]:
-    return save_figure(picture.draw(), file, ("png",))
+def _framed(file: str, caption: str) -> str:
+    return f"![{Path(file).stem}]({file})\n\n*{caption}*"
+
+
+def _written(table: Table | None) -> list[str]:
+    return [] if table is None else [table.markdown(), ""]
+
+
+def _folded(title: str, table: Table | None) -> list[str]:
+    if table is None:
+        return []
+    head = f'<details markdown="1"><summary>{title}</summary>'
+    return [head, "", table.markdown(), "", "</details>", ""]
 
 
 def _overview(found: list[Findings]) -> str:
+    """What has been trained, and what it cost."""
     rows = []
     for findings in found:
-        plan, evidence = findings.plan, findings.evidence
-        runs = {entry.run for entry in plan.entries}
-        done = len(runs & evidence.lines.keys())
-        total = len(runs) + len(plan.waiting)
-        state = "complete" if done == total else "nothing yet" if not done else "in part"
-        settings = "; ".join(setting.title for setting in findings.study.settings)
-        rows.append(f"- `{findings.study.name}`: {done} of {total} runs, {state}. {settings}.")
-    made = (gains_table(found), summary_table(found), choices_table(found))
-    tables = [table for table in made if table is not None]
-    head = ["## In short", ""] if tables else []
-    return "\n".join([*head, *(f"{table.markdown()}\n" for table in tables), STATE, "", *rows, ""])
+        study, lines = findings.study, findings.evidence.lines
+        runs = {entry.run for entry in findings.plan.entries}
+        done, total = len(runs & lines.keys()), len(runs) + len(findings.plan.waiting)
+        hours = sum(line.result.cpu_seconds for line in lines.values()) / 3600
+        title = f"[{study.title}](evidence/{study.name}.md)" if lines else study.title
+        settings = "; ".join(setting.title for setting in study.settings)
+        rows.append((title, settings, f"{done} of {total}", f"{hours:.1f}"))
+    return Table(("study", "settings", "runs", "processor hours"), tuple(rows)).markdown()
 
 
-def _framed(file: str, picture: Picture) -> str:
-    return f"![{file}](evidence/{file})\n\n*{picture.caption}*\n"
-
-
-def section(findings: Findings, opening: str) -> str:
-    """One study: what is missing, the opening picture, the answers, the tables."""
-    study, lines = findings.study, list(findings.evidence.lines.values())
-    parts = [f"## {study.title}", ""]
-    if not lines:
-        return "\n".join([*parts, f"No runs yet: `python -m studies {study.name}`.", ""])
-    parts += [_where(lines), "", *_lacks(findings), *(f"{words}\n" for words in study.cut)]
-    parts += [opening, *answers(findings)]
+def study_page(findings: Findings) -> tuple[str, dict[str, Draw]]:
+    """One study: its tables and landscapes, and where it ran."""
+    study, drawn = findings.study, dict[str, Draw]()
+    parts = [f"# {study.title}", "", SECONDARY, *_unused(findings)]
+    parts += [*(f"{words}\n" for words in study.cut), *_written(pairs_table(findings))]
     for setting in study.settings:
-        made = [
-            table(findings, setting, part)
-            for part, table in itertools.product(JUDGED, (result_table, minima_table))
-        ]
-        made.append(trials_table(findings, setting))
-        parts += [f"{table.markdown()}\n" for table in made if table is not None]
-    return "\n".join(parts)
+        for part, table in itertools.product(JUDGED, (result_table, minima_table)):
+            parts += _written(table(findings, setting, part))
+        for more in (trials_table, lengths_table, sweeps_table):
+            parts += _written(more(findings, setting))
+        if (shown := landscapes(findings, setting)) is not None:
+            file = f"{study.name}-{setting.name}-landscapes.png"
+            caption, drawn[f"evidence/{file}"] = shown
+            parts += [_framed(file, caption), ""]
+    return "\n".join([*parts, _where(list(findings.evidence.lines.values())), ""]), drawn
 
 
 def _where(lines: list[Line]) -> str:
@@ -143,24 +175,11 @@ def _where(lines: list[Line]) -> str:
     )
 
 
-def _lacks(findings: Findings) -> list[str]:
-    """What of the plan has no line yet, and what lines are no longer part of it."""
-    plan, evidence = findings.plan, findings.evidence
-    absent = Counter((e.setting.name, e.part) for e in [*plan.missing(evidence), *plan.waiting])
-    words = []
-    for setting in findings.study.settings:
-        parts = [
-            f"{part} {absent[setting.name, part]}" for part in PARTS if absent[setting.name, part]
-        ]
-        if parts:
-            words.append(f"{setting.name} ({join_words(parts)})")
-    found = [f"Still missing, in runs: {'; '.join(words)}.", ""] if words else []
-    known = {entry.run for entry in plan.entries}
-    strange = [line for line in evidence.lines.values() if line.run not in known]
-    if strange:
-        found += [
-            f"{len(strange)} lines belong to no run of the study as it is defined now, and are not "
-            "shown.",
-            "",
-        ]
-    return found
+def _unused(findings: Findings) -> list[str]:
+    """How many lines are no longer part of the plan."""
+    unused = findings.evidence.lines.keys() - {entry.run for entry in findings.plan.entries}
+    words = (
+        f"{len(unused)} lines belong to no run of the study as it is defined now, and are not shown "
+        "(`python -m studies --archive NAME` sets them aside)."
+    )
+    return [words, ""] if unused else []

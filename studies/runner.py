@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from steppe.lab.errors import LabError
+from steppe.lab.errors import LabError, unknown
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import Sources, load_data
 from steppe.lab.progress import Display, display
@@ -25,7 +25,7 @@ from steppe.lab.specs import parse
 from studies import minima
 from studies.definitions import Study
 from studies.evidence import Evidence, Line, thinned
-from studies.plan import PARTS, Entry, Part, Plan, make_plan
+from studies.plan import Entry, Part, Plan, make_plan
 
 logger = logging.getLogger("steppe")
 
@@ -43,13 +43,18 @@ class Limits:
         if self.seeds is not None and self.seeds < 1:
             raise LabError(f"seeds must be at least 1, got {self.seeds}.")
 
-    def check(self, plan: Plan) -> None:
-        """Refuse parts that the study does not have, which would do nothing."""
+    def check(self, study: Study, plan: Plan) -> None:
+        """Refuse what the study does not have, which would do nothing."""
         there = {entry.part for entry in (*plan.entries, *plan.waiting)}
-        for part in self.parts:
-            if part not in there:
-                known = ", ".join(each for each in PARTS if each in there)
-                raise LabError(f"{plan.study.name} has no {part}. There are: {known}.")
+        known: dict[str, tuple[tuple[str, ...], set[str]]] = {
+            "setting": (self.settings, {setting.name for setting in study.settings}),
+            "part": (self.parts, {*there}),
+            "method": (self.methods, {m for setting in study.settings for m in setting.methods}),
+        }
+        for what, (given, valid) in known.items():
+            for name in given:
+                if name not in valid:
+                    raise unknown(f"{what} of {study.name}", name, valid)
 
     def take(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries within the limits; a limit on seeds leaves the trials alone."""
@@ -77,12 +82,12 @@ def run_study(
     """Do what is missing of a study, `jobs` runs at a time, and give the plan at the end.
 
     A run's folder in `store` lives until its line is written. Ctrl-C, and the end of `minutes`,
-    save the runs under way and raise `Stopped`; after any kill the same call goes on.
+    save the runs under way and raise `Stopped`; after any kill the same call resumes.
     """
     limits = limits or Limits()
-    if limits.parts:
+    if limits != Limits():
         unlocked = dataclasses.replace(evidence)  # `evidence` itself is read under its lock
-        limits.check(make_plan(study, unlocked))
+        limits.check(study, make_plan(study, unlocked))
     if minutes is not None and not minutes > 0:
         raise LabError(f"minutes must be above 0, got {minutes:g}.")
     with evidence.writing():
@@ -124,9 +129,9 @@ def _run(
         assert result.folder is not None  # a study has a store
         curves = {} if entry.part == "tuning" else thinned(Run(result.folder).metrics)
         message = result.message.partition(" The last good checkpoint")[0]  # names a folder
-        told = dataclasses.replace(result, config=entry.config, message=message)
+        kept = dataclasses.replace(result, config=entry.config, message=message)
         found = minima.read(Run(result.folder))
-        evidence.append(Line(entry.label, told, curves, found))
+        evidence.append(Line(entry.label, kept, curves, found))
         shutil.rmtree(result.folder)
 
     work = [

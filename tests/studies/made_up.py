@@ -4,7 +4,8 @@ import math
 
 from steppe.lab.results import Result
 from steppe.lab.specs import parse
-from studies import Evidence, Line, make_plan
+from studies.evidence import Evidence, Line
+from studies.plan import make_plan
 
 LEVELS = {"sgd": 80.0, "sam": 82.0, "rwp": 83.0, "arwp": 83.0, "m-rwp": 81.0, "m-arwp": 82.1}
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "python": "3", "torch": "2", "steppe": "0"}

@@ -1,9 +1,15 @@
 """`python -m studies` on the command line."""
 
+from dataclasses import replace
+
 import pytest
 
-from studies import STUDIES, Evidence, make_plan
+from steppe.lab.jobs import Stopped
 from studies.__main__ import main
+from studies.definitions import STUDIES
+from studies.evidence import Evidence
+from studies.plan import make_plan
+from tests.studies.made_up import fill
 from tests.studies.tiny import rich
 
 
@@ -47,7 +53,7 @@ def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monke
         (("--seeds", "0"), "seeds must be at least 1, got 0."),
         (("--minutes", "-1"), "minutes must be above 0, got -1."),
         (("--jobs", "-2"), "jobs must be at least 0, got -2."),
-        (("--part", "sweeps"), "fashion has no sweeps. There are: defaults."),
+        (("--part", "sweeps"), "No part of fashion is called 'sweeps'. There are: defaults."),
     ],
 )
 def test_limits_that_leave_nothing_are_errors(words, message, capsys, tmp_path):
@@ -67,7 +73,7 @@ def test_the_list_says_what_is_done_and_missing(capsys, tmp_path):
 
 def test_the_page_shows_all_studies(capsys, tmp_path):
     assert studies("digits", "--page", "--evidence", tmp_path) == 2
-    assert "without a name" in capsys.readouterr().err
+    assert "leave the name away" in capsys.readouterr().err
     docs = tmp_path / "docs"
     assert studies("--page", "--evidence", tmp_path / "none", "--docs", docs) == 2
     assert f"no folder {tmp_path / 'none'}" in capsys.readouterr().err
@@ -75,7 +81,30 @@ def test_the_page_shows_all_studies(capsys, tmp_path):
     assert studies("--page", "--evidence", tmp_path, "--docs", docs) == 0
     page = (docs / "evidence.md").read_text()
     for study in STUDIES.values():
-        assert f"## {study.title}" in page
+        assert f"| {study.title} |" in page
+
+
+def test_a_stop_says_how_to_resume(capsys, monkeypatch, tmp_path):
+    def stopped(*_, **__):
+        raise Stopped("3 of 9 runs finished")
+
+    monkeypatch.setattr("studies.__main__.run_study", stopped)
+    assert studies("fashion", "--evidence", tmp_path) == 130
+    said = "Stopped: 3 of 9 runs finished, the others are saved. The same command resumes.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_lines_that_no_study_uses_are_set_aside(tmp_path):
+    study = replace(STUDIES["fashion"], name="fashion")
+    other = replace(study.settings[0], config=study.settings[0].config.replace(lr=0.5))
+    changed = replace(study, groups=((other,),))
+    for each in (study, changed):
+        fill(each, tmp_path, take=lambda e: e.setting.name == "conv" and e.name in ("SGD", "SAM"))
+    assert studies("--archive", "a/b", "--evidence", tmp_path) == 2
+    assert studies("--archive", "old", "--evidence", tmp_path) == 0
+    assert len(Evidence(tmp_path, "fashion").lines) == 2 * 10
+    old = Evidence(tmp_path / "archive" / "old", "fashion").lines.values()
+    assert [line.result.config.lr for line in old] == [0.5] * 20
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -17,8 +17,9 @@ from steppe.lab.jobs import Stopped
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config
-from studies import Evidence, make_plan, run_study
-from studies.runner import Limits
+from studies.evidence import Evidence
+from studies.plan import make_plan
+from studies.runner import Limits, run_study
 from tests.studies.tiny import rich, tiny
 
 RUNS = 2 * 6 + 4 + 2 * 3 + 2 * 2 * 3 - 2 * 2 + 2
@@ -108,7 +109,8 @@ def test_a_line_is_never_run_twice(whole, tmp_path, monkeypatch):
 def test_killed_and_gone_on_with_it_has_the_same_lines(whole, tmp_path):
     program = (
         "from tests.studies.tiny import tiny\n"
-        "from studies import Evidence, run_study\n"
+        "from studies.evidence import Evidence\n"
+        "from studies.runner import run_study\n"
         "from pathlib import Path\n"
         "folder = Path(sys.argv[1])\n"
         "run_study(tiny(), Evidence(folder / 'evidence', 'tiny'), folder / 'runs', progress=False)\n"

@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test lint types unit bench wheel clean
+.PHONY: help install demo test lint types unit bench study wheel clean
 
 help:  ## what this file can do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ unit: $(STAMP)
 bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write docs/performance.md
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/page.py
+
+study: $(STAMP)  ## train what is missing of a study (NAME=digits), or list them all
+	$(BIN)/python -m studies $(NAME) $(OPTIONS)
 
 wheel: $(STAMP)  ## build the wheel and the source package into dist/
 	$(BIN)/python -m build

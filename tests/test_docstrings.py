@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 import steppe
+import studies
 
-SOURCE = Path(steppe.__file__).parent
+PACKAGES = (Path(steppe.__file__).parent, Path(studies.__file__).parent)
 
 
 def _modules_with_examples():
-    for path in sorted(SOURCE.rglob("*.py")):
-        if ">>> " in path.read_text(encoding="utf-8"):
-            parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-            yield ".".join(parts).removesuffix(".__init__")
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            if ">>> " in path.read_text(encoding="utf-8"):
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                yield ".".join(parts).removesuffix(".__init__")
 
 
 MODULES = list(_modules_with_examples())
@@ -29,6 +31,7 @@ def test_examples(name):
 
 
 def test_examples_are_found_in_every_part():
-    parts = ("analysis", "lab", "lab.data", "lab.models", "report", "study")
+    parts = ("analysis", "lab", "lab.data", "lab.models", "report")
     assert all(any(name.startswith(f"steppe.{part}.") for name in MODULES) for part in parts)
     assert "steppe.attaching" in MODULES
+    assert any(name.startswith("studies.") for name in MODULES)

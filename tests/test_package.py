@@ -56,6 +56,13 @@ def test_no_module_hides_a_public_name(package):
     assert not modules & set(package.__all__) - allowed
 
 
+def test_the_package_does_not_import_the_studies():
+    files = (ROOT / "src").rglob("*.py")
+    assert not [
+        f.name for f in files if "import studies" in (t := f.read_text()) or "from studies" in t
+    ]
+
+
 @pytest.mark.slow
 def test_the_wheel_builds_installs_and_imports(tmp_path):
     run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT))
@@ -63,7 +70,7 @@ def test_the_wheel_builds_installs_and_imports(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "steppe/py.typed" in names
     assert {"steppe/report/assets/report.css", "steppe/report/assets/report.js"} <= set(names)
-    assert not any(name.startswith(("tests", "examples")) for name in names)
+    assert not any(name.startswith(("tests", "examples", "studies")) for name in names)
     run(sys.executable, "-m", "venv", "--system-site-packages", str(tmp_path / "venv"))
     python = tmp_path / "venv" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))

@@ -36,43 +36,7 @@ PATTERN = re.compile("|".join(rf"(?<![\w-]){word}(?![\w-])" for word in WORDS), 
 EXEMPT = {"docs/log.md", "docs/decisions.md"}
 """For people who work on steppe."""
 
-TO_BE_CONVERTED = {
-    "README.md",
-    "docs/choosing.md",
-    "docs/evidence.md",
-    "docs/index.md",
-    "docs/integrations.md",
-    "docs/methods.md",
-    "docs/own-method.md",
-    "docs/parallel.md",
-    "docs/promise.md",
-    "src/steppe/batches.py",
-    "src/steppe/hashed.py",
-    "src/steppe/hooks.py",
-    "src/steppe/integrations/lightning.py",
-    "src/steppe/integrations/transformers.py",
-    "src/steppe/ledger.py",
-    "src/steppe/methods.py",
-    "src/steppe/parallel.py",
-    "src/steppe/perturber.py",
-    "src/steppe/schedules.py",
-    "src/steppe/slots.py",
-    "src/steppe/study/answers.py",
-    "src/steppe/study/command.py",
-    "src/steppe/study/definitions.py",
-    "src/steppe/study/findings.py",
-    "src/steppe/study/flatness.py",
-    "src/steppe/study/gains.py",
-    "src/steppe/study/page.py",
-    "src/steppe/study/pictures.py",
-    "src/steppe/study/runner.py",
-    "src/steppe/study/summary.py",
-    "src/steppe/study/tables.py",
-    "src/steppe/study/trials.py",
-    "src/steppe/testing.py",
-    "src/steppe/theory.py",
-    "src/steppe/weights.py",
-}
+TO_BE_CONVERTED = {"README.md", "docs/choosing.md"}
 """Files that still have such words: take one off when it has none."""
 
 

@@ -100,7 +100,7 @@ class Method:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether a schedule in it waits to be told how long training is."""
+        """Whether a schedule in it waits for the length of training."""
         return any(needs_steps(v) for p in self.passes for v in _strengths(p.perturbation).values())
 
     def scouts(self, index: int) -> bool:
@@ -135,7 +135,7 @@ class Method:
 
 
 def sgd() -> Method:
-    """Plain training: the baseline, and what every method is at strength zero."""
+    """The baseline: no perturbation, and what every method is at strength zero."""
     return Method("sgd", (Pass(),))
 
 
@@ -192,7 +192,7 @@ def arwp(
 
 
 def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
-    """A one-pass method mixed with plain training: lam g(w + eps) + (1 - lam) g(w). Two passes.
+    """A one-pass method mixed with the clean gradient: lam g(w + eps) + (1 - lam) g(w). Two passes.
 
     The two gradients take different batches and do not need each other, so that two devices run
     them at once. `same_batch=True` is the paper's ablation.

@@ -325,7 +325,7 @@ class Perturber:
 
     def _check_attached(self) -> None:
         if not self._attached:
-            raise RuntimeError("This perturber was detached. Attach again to go on with it.")
+            raise RuntimeError("This perturber was detached. Attach again to use it.")
 
 
 def _difference(saved: list[Any], here: list[Any]) -> str:

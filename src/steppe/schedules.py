@@ -118,7 +118,7 @@ def check_strength(name: str, value: object) -> None:
 
 
 def needs_steps(strength: Strength | None) -> bool:
-    """Whether this is a schedule that waits to be told the length of training."""
+    """Whether this is a schedule that waits for the length of training."""
     return isinstance(strength, Ramp) and strength.steps is None
 
 

@@ -54,7 +54,7 @@ def noise_floor(beta: float, sigma: float, d: int, lam: float = 1.0) -> float:
 def batch_factor(lam: float, *, same_batch: bool = False) -> float:
     """The share of one batch's variance that is left: `2 lam² - 2 lam + 1`, or 1 on one batch.
 
-    At `lam = 1/2` it is 1/2, exactly what plain training gains from a doubled batch.
+    At `lam = 1/2` it is 1/2, exactly what the baseline gains from a doubled batch.
 
     Examples:
         >>> batch_factor(0.5), batch_factor(0.5, same_batch=True)

@@ -113,7 +113,7 @@ class Perturb(Callback):
             self.perturber.load_state_dict(self._saved)
         else:
             warnings.warn(
-                f"Training goes on at step {step} from a checkpoint without a state of Perturb(): "
+                f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
                 "schedules and history start anew.",
                 stacklevel=2,
             )
@@ -187,7 +187,7 @@ class Perturb(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, _: Any, batch: Any, batch_idx: int) -> None:
         """Lightning zeroes gradients only after the forward of a step's first micro-batch, so the
-        perturber is told here that those still there are of the step before."""
+        perturber learns here that those still there are of the step before."""
         assert self.perturber is not None
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.perturber.new_step(drop_gradients=self.method.repeats_batch)

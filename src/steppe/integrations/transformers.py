@@ -112,7 +112,7 @@ class Perturb(TrainerCallback, ExportableState):
             self.perturber.load_state_dict(unpack(saved["attributes"]["packed"]))
         else:
             warnings.warn(
-                f"Training goes on at step {step} from a checkpoint without a state of Perturb(): "
+                f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
                 "schedules and history start anew.",
                 stacklevel=2,
             )

@@ -61,11 +61,6 @@ COMMANDS = {
         "Report",
         "Write one HTML page about a comparison or some runs, with their stored analyses",
     ),
-    "study": Entry(
-        "study.command",
-        "Studies",
-        "List the studies, or train what is missing of one and keep each run as a line of evidence",
-    ),
 }
 TRAINING = ("compare", "train", "sweep")
 """Those in which every rank takes part under torchrun; the others are rank 0's."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steppe.lab.results import Result
-from steppe.lab.runs import Record, Run
+from steppe.lab.runs import Run
 from steppe.lab.specs import parse
 from steppe.lab.statistics import mean_std
 from steppe.report.canvas import SURFACE, line_style, panels, plain_ticks
@@ -69,19 +69,16 @@ def groups_of(results: Sequence[Result]) -> list[Group]:
     return [Group(tuple(seeds.values())) for seeds in found.values()]
 
 
-def convergence_figure(
-    groups: Mapping[str, Group], curves: Mapping[str, Sequence[list[Record]]] | None = None
-) -> Figure:
+def convergence_figure(groups: Mapping[str, Group]) -> Figure:
     """Figure 2: training loss and test metric by epoch, means over seeds.
 
     The training loss is that at the true weights where the runs followed it (`track_train`),
-    else the one the optimizer saw. `curves` are the runs' records of metrics, which otherwise are
-    read from their folders.
+    else the one the optimizer saw.
     """
     figure, (left, right) = panels(2, width=4.2)
     example = next(iter(groups.values())).results[0]
     true_loss, tested = f"train_{_loss_name(example)}", f"test_{example.metric}"
-    curves = curves or {
+    curves = {
         name: [Run(r.folder).metrics for r in group.results if r.folder]
         for name, group in groups.items()
     }

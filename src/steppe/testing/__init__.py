@@ -90,14 +90,14 @@ def equal_seeds_give_equal_runs(method: Method) -> None:
 
 
 def resumed_equals_uninterrupted(method: Method) -> None:
-    """Save after some steps, load into a new process's objects, go on: bit for bit the same."""
+    """Save after some steps, load into a new process's objects, resume: bit for bit the same."""
     whole, first, second = Loop(method), Loop(method), Loop(method, seed=99)
     whole.run(6)
     first.run(3)
     second.load(pickle.loads(pickle.dumps(first.save())))
     second.run(3)
     assert_same(whole.weights(), second.weights(), "an uninterrupted run and a resumed one")
-    assert second.perturber.step == 6, "the resumed run should go on counting"
+    assert second.perturber.step == 6, "the resumed run should keep counting"
 
 
 def copies_are_inert_and_detach_leaves_no_trace(method: Method) -> None:

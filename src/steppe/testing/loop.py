@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loop:
-    """A small training run of a method (None: plain training, of batches `like` a method's)."""
+    """A small training run of a method (None: without one, of batches `like` a method's)."""
 
     def __init__(
         self,

@@ -1,0 +1,195 @@
+"""Evidence: one JSON line per finished run, appended to a file that is committed.
+
+A line has all that tables and figures need, and no weights: the config, where it ran, the final
+metrics, thinned-out curves and what was measured at the minimum.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from steppe.lab.errors import LabError
+from steppe.lab.results import Result, from_record
+from steppe.lab.runs import Record, lock
+
+logger = logging.getLogger("steppe")
+
+DEFAULT_EVIDENCE = Path("evidence")
+ARCHIVE = "archive"
+CURVES = {
+    "train_nll": "train_nll",
+    "test_accuracy": "test_accuracy",
+    "factor": "perturb_factor",
+}
+"""What is kept of a run's course, by the name in metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A finished or diverged run."""
+
+    label: str
+    result: Result
+    curves: Record = field(default_factory=dict)
+    """By name the values, and under `epoch` and `factor_epoch` when they were taken."""
+    minima: Record = field(default_factory=dict)
+
+    @cached_property
+    def run(self) -> str:
+        """The identity of its config, in today's terms: a setting that came later has its default."""
+        return self.result.config.identity
+
+    def text(self) -> str:
+        """As it stands in the file."""
+        content = {
+            "run": self.run,
+            "label": self.label,
+            "result": self.result.to_dict(),
+            "curves": self.curves,
+            "minima": self.minima,
+        }
+        return json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def from_text(text: str) -> Line:
+    """A line from the file; ValueError where it is none."""
+    try:
+        content = json.loads(text)
+        return Line(
+            content["label"],
+            from_record(content["result"]),
+            content["curves"],
+            content["minima"],
+        )
+    except (KeyError, TypeError, LabError) as error:
+        raise ValueError(str(error)) from error
+
+
+def thinned(records: list[Record], points: int = 24) -> Record:
+    """The curves of a run's metrics.jsonl, at most so many points each, to four digits."""
+    evaluated = [record for record in records if "test_accuracy" in record]
+    followed = [record for record in records if "perturb_factor" in record]
+    found: Record = {"epoch": [record["epoch"] for record in _spread(evaluated, points)]}
+    if followed:
+        found["factor_epoch"] = [record["epoch"] for record in _spread(followed, points)]
+    for name, column in CURVES.items():
+        kept = _spread(followed if name == "factor" else evaluated, points)
+        if kept and all(column in record for record in kept):
+            found[name] = [float(f"{record[column]:.4g}") for record in kept]
+    return found
+
+
+def _spread(records: list[Record], points: int) -> list[Record]:
+    """At most `points` of the records, evenly, with the first and the last."""
+    if len(records) <= points:
+        return records
+    last = len(records) - 1
+    return [records[round(i * last / (points - 1))] for i in range(points)]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The lines of one study."""
+
+    folder: Path
+    study: str
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"{self.study}.jsonl"
+
+    @cached_property
+    def lines(self) -> dict[str, Line]:
+        """All lines by the identity of their run; of two lines of one run the first counts."""
+        found: dict[str, Line] = {}
+        whole, cut = self._read()
+        if cut:
+            logger.warning(
+                "%s: the last line was cut off by a kill and does not count; its run is done again",
+                self.file,
+            )
+        for number, text in enumerate(whole, 1):
+            try:
+                line = from_text(text)
+            except ValueError as error:
+                raise LabError(
+                    f"{self.file}, line {number} is damaged ({error}). Restore the file from git, or "
+                    "delete the line: its run is then done again."
+                ) from None
+            found.setdefault(line.run, line)
+        return found
+
+    def _read(self) -> tuple[list[str], bytes]:
+        """The complete lines, and what a kill left of a last one."""
+        content = self.file.read_bytes() if self.file.exists() else b""
+        whole, newline, cut = content.rpartition(b"\n")
+        return (whole + newline).decode("utf-8").splitlines(), cut
+
+    def find(self, run: str) -> Line | None:
+        """The line of a run."""
+        return self.lines.get(run)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the file for this process alone, a cut-off last line removed; leave no empty one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.file.open("ab") as stream:
+            lock(stream, f"{self.file}")
+            _, cut = self._read()
+            if cut:
+                _ = self.lines  # says so
+                stream.truncate(self.file.stat().st_size - len(cut))
+            try:
+                yield
+            finally:
+                if not self.file.stat().st_size:
+                    self.file.unlink()
+
+    def append(self, line: Line) -> None:
+        """Write a line, in one piece, to the disk."""
+        self._add(line.text())
+        self.lines[line.run] = line
+
+    def _add(self, text: str) -> None:
+        number = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(number, text.encode("utf-8"))
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+    def archive(self, name: str, keep: Container[str]) -> int:
+        """Move the lines of all runs but those to keep into archive/NAME; give their number."""
+        if Path(name).name != name:
+            raise LabError(f"an archive is called by one word, got {name!r}.")
+        if all(run in keep for run in self.lines):
+            return 0
+        old = Evidence(self.folder / ARCHIVE / name, self.study)
+        with self.writing(), old.writing():
+            by_run: dict[str, str] = {}
+            for text in self._read()[0]:
+                by_run.setdefault(from_text(text).run, f"{text}\n")
+            aside = {run: text for run, text in by_run.items() if run not in keep}
+            # First added there, then gone from here: a kill in between loses nothing.
+            old._add("".join(text for run, text in aside.items() if run not in old.lines))
+            new = self.file.with_suffix(".new")
+            new.write_text("".join(t for run, t in by_run.items() if run in keep), encoding="utf-8")
+            new.replace(self.file)
+        for run in aside:
+            del self.lines[run]
+        return len(aside)
+
+
+def archives(folder: Path) -> dict[str, list[Evidence]]:
+    """By name the lines that were set aside when defaults changed, a file for each study."""
+    found: dict[str, list[Evidence]] = {}
+    for file in sorted((folder / ARCHIVE).glob("*/*.jsonl")):
+        found.setdefault(file.parent.name, []).append(Evidence(file.parent, file.stem))
+    return found

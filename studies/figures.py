@@ -1,0 +1,176 @@
+"""The figures: one for each primary question, and the landscapes of a study's own page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steppe.analysis import Landscape
+from steppe.lab.statistics import Difference
+from steppe.report.canvas import COLOURS, line_style, panels, shared_legend
+from steppe.report.figures import landscape_figure
+from steppe.report.studies import MARKS
+from studies.comparisons import MARGIN, compared, place_of, random_gains, trial_gains
+from studies.definitions import FEW, Setting
+from studies.findings import CHANGES, Findings, matching
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OVERFIT = 5.0
+"""Points from training to test accuracy from which on a baseline overfits."""
+UNITS = ("ratio", "rise")
+FLOOR = -15.0
+"""Below so many points a figure of trials shows nothing more."""
+Series = Mapping[str, Mapping[str, Difference]]
+"""By what a mark stands for its differences, each in a row with a name."""
+
+
+def cost_figure(found: Sequence[Findings]) -> Figure:
+    """The gain of every method in every setting."""
+    series: dict[str, dict[str, Difference]] = {}
+    for each in compared(found, random_gains):
+        series.setdefault(each.claim.first, {})[each.place] = each.difference
+    return _rows_figure(series, "points of test accuracy gained over the baseline")
+
+
+def match_figure(found: Sequence[Findings]) -> Figure:
+    """m-ARWP against SAM in every setting, and the margin of equivalence."""
+    made = {each.place: each.difference for each in compared(found, matching)}
+    figure = _rows_figure({"m-ARWP − SAM": made}, "m-ARWP − SAM, points of test accuracy")
+    figure.axes[0].axvspan(-MARGIN, MARGIN, color="grey", alpha=0.25, linewidth=0)
+    return figure
+
+
+def _rows_figure(series: Series, label: str) -> Figure:
+    """A row for each place, in it a mark with its interval for each series."""
+    places = list(dict.fromkeys(place for rows in series.values() for place in rows))
+    height = (0.16 * len(series) + 0.18) * len(places) + 0.6
+    figure, (axis,) = panels(1, width=7.5, height=height)
+    for i, (name, found) in enumerate(series.items()):
+        shift = 0.7 * ((i + 0.5) / len(series) - 0.5)
+        axis.errorbar(
+            [each.mean for each in found.values()],
+            [places.index(place) + shift for place in found],
+            xerr=[each.high - each.mean for each in found.values()],
+            fmt=MARKS[i % len(MARKS)],
+            markersize=4.5,
+            color=COLOURS[i % len(COLOURS)],
+            capsize=2,
+            label=name,
+        )
+    axis.axvline(0, color="grey", linewidth=0.8)
+    axis.set_yticks(range(len(places)), places, fontsize="small")
+    axis.set_ylim(len(places) - 0.4, -0.6)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_xlabel(label)
+    if len(series) > 1:
+        shared_legend(figure, [axis])
+    return figure
+
+
+def gain_figure(found: Sequence[Findings]) -> Figure:
+    """Gains against the baseline's gap from training to test accuracy."""
+    series: dict[str, list[tuple[float, Difference]]] = {}
+    for each in compared(found, random_gains):
+        gap = each.findings.gap(each.setting)
+        series.setdefault(each.claim.first, []).append((gap, each.difference))
+    figure, axes = panels(len(series), width=2.6, columns=4, share=True)
+    for i, (axis, (name, points)) in enumerate(zip(axes, series.items(), strict=True)):
+        axis.errorbar(
+            [gap for gap, _ in points],
+            [each.mean for _, each in points],
+            yerr=[each.high - each.mean for _, each in points],
+            fmt=MARKS[i % len(MARKS)],
+            color=COLOURS[i % len(COLOURS)],
+            capsize=2,
+        )
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.axvline(OVERFIT, color="grey", linewidth=0.8, linestyle="--")
+        axis.set_title(name)
+    figure.supxlabel("baseline: training − test accuracy, points", fontsize="medium")
+    axes[0].set_ylabel("points gained over the baseline")
+    return figure
+
+
+def survival_figure(found: Sequence[Findings]) -> Figure:
+    """Accuracy as trained and after each change, a panel for each setting that was measured."""
+    shown = []
+    for findings in found:
+        for setting in findings.study.settings:
+            rows = {}
+            for name in map(setting.called, FEW):
+                row = findings.row(setting, "defaults", name)
+                means = [row.mean(after) for after in ("", *CHANGES)]
+                if not all(map(math.isnan, means[1:])):
+                    rows[name] = means
+            if rows:
+                shown.append((place_of(findings.study, setting), rows))
+    figure, axes = panels(len(shown), width=4.2, columns=2)
+    for axis, (title, rows) in zip(axes, shown, strict=True):
+        _lines(axis, {name: (range(len(means)), means) for name, means in rows.items()})
+        axis.set_xticks(range(1 + len(CHANGES)), ["as trained", *CHANGES], fontsize="small")
+        axis.set_ylabel("test accuracy, %")
+        axis.set_title(title, fontsize="medium")
+    shared_legend(figure, axes)
+    return figure
+
+
+def transfer_figure(found: Sequence[Findings]) -> Figure:
+    """What each strength gained in the trials of each setting, a panel for each unit."""
+    shown = {unit: gains for unit in UNITS if (gains := trial_gains(found, unit))}
+    figure, axes = panels(len(shown), width=8.0, height=3.4, columns=1)
+    for axis, (unit, gains) in zip(axes, shown.items(), strict=True):
+        clipped = {
+            place: (list(tried), [max(gain, FLOOR) for gain in tried.values()])
+            for place, tried in gains.items()
+        }
+        _lines(axis, clipped)
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        values = sorted({value for tried in gains.values() for value in tried})
+        axis.set_xticks(values, [f"{value:.2g}" for value in values])
+        axis.set_xlabel(f"{unit} of RWP")
+        axis.set_ylabel("validation points over the baseline")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    return figure
+
+
+def _lines(axis: Any, lines: Mapping[str, tuple[Iterable[float], Sequence[float]]]) -> None:
+    for i, (name, (x, y)) in enumerate(lines.items()):
+        axis.plot(list(x), y, **line_style(i), marker=MARKS[i % len(MARKS)], label=name)
+
+
+def landscapes(findings: Findings, setting: Setting) -> tuple[str, Callable[[], Figure]] | None:
+    """The caption and the figure of what surrounds the minima of seed 0, where it was measured."""
+    lines = {
+        name: findings.row(setting, "defaults", name).lines.get(0)
+        for name in map(setting.called, setting.methods)
+    }
+    found = {n: line.minima for n, line in lines.items() if line and "landscape" in line.minima}
+    if len(found) < 2:
+        return None
+    caption = (
+        "Loss around the minima of seed 0, default strengths, the same directions' seeds, data and "
+        f"colour scale for all, on {next(iter(found.values()))['samples']} un-augmented training "
+        "images, BatchNorm statistics recomputed."
+    )
+    planes = {name: _landscape(minima["landscape"]) for name, minima in found.items()}
+    return caption, partial(landscape_figure, planes)
+
+
+def _landscape(made: Mapping[str, Any]) -> Landscape:
+    axis = torch.tensor(made["a"], dtype=torch.float64)
+    loss = [[math.nan if value is None else value for value in row] for row in made["loss"]]
+    return Landscape(
+        origin={},
+        a=axis,
+        b=axis.clone(),
+        loss=torch.tensor(loss, dtype=torch.float64),
+        centre=made["centre"],
+        seeds=(0, 1),
+    )

@@ -1,0 +1,148 @@
+"""What is measured at the minimum a run has found, before its weights are dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steppe import analysis
+from steppe.lab.results import Result
+from steppe.lab.runs import Record, Run
+from steppe.report.analyses import problem_of
+
+FILE = "minima.json"
+SAMPLES = 512
+RHO = 0.5
+"""The radius of adaptive sharpness, in units of |w| (ASAM's usual one)."""
+GRID = 17
+RISE = 0.1
+"""The rise of the loss at which radii are compared."""
+RADII = tuple(float(f"{0.01 * 3000 ** (i / 11):.3g}") for i in range(12))
+"""From 0.01 to 30, evenly on a logarithmic scale."""
+
+
+def measure(
+    result: Result, landscape: bool = False, radius: bool = False, samples: int = SAMPLES
+) -> None:
+    """Write the curvature, sharpness and weight norm of a finished run into its folder.
+
+    All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
+    the weights are: those stored by training under noise belong to other weights. Where that fails,
+    the reason is written instead, and the page shows it.
+    """
+    assert result.folder is not None
+    run = Run(result.folder)
+    if (run.folder / FILE).exists():
+        return
+    found: Record = {}
+    if result.status == "finished":
+        problem = problem_of(run, samples, bn="recalibrate")
+        try:
+            with _threads(result.config.threads):
+                found = _measured(problem, landscape, radius)
+        except (ValueError, RuntimeError) as error:  # one broken model must not end a study
+            found = {"failed": str(error).partition("\n")[0]}
+    run.write_json(FILE, found)
+
+
+def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Record:
+    eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
+    rise = analysis.sharpness(problem, RHO, "worst", adaptive=True, progress=False)
+    norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
+    found = {
+        "samples": problem.samples,
+        "bn": "recalibrate",
+        "largest_eigenvalue": rounded(eigs.values[0]),
+        "eigenvalue_residual": rounded(eigs.residuals[0]),
+        "adaptive_sharpness": rounded(rise.value),
+        "sharpness_rho": RHO,
+        "weight_norm": rounded(math.hypot(*norms)),
+    }
+    if landscape:
+        found["landscape"] = _landscape(problem)
+    if radius:
+        found["radius"] = _radius(problem)
+    return found
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """As many threads as the training had: other runs want the other cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read(run: Run) -> Record:
+    """What `measure` has written; nothing where it was not asked to."""
+    file = run.folder / FILE
+    content: Record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return content
+
+
+def _landscape(problem: analysis.Problem) -> Record:
+    made = analysis.landscape(problem, GRID, progress=False)
+    return {"a": rounded(made.a), "loss": rounded(made.loss), "centre": rounded(made.centre)}
+
+
+def _radius(problem: analysis.Problem) -> Record:
+    kinds = ("random", "sam")
+    made = analysis.perturbation_curve(problem, RADII, kinds, 128, directions=8, progress=False)
+    names = ("radii", "loss", "error")
+    return {
+        **{name: rounded(getattr(made, name)) for name in names},
+        "base": rounded(made.base),
+        "kinds": list(made.kinds),
+        "batch": made.batch,
+        "directions": made.directions,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits, as JSON can hold them; what is not finite becomes None."""
+    if isinstance(value, Tensor):
+        return rounded(value.tolist())
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def radius_words(curve: Mapping[str, Any]) -> str:
+    """How much further a random perturbation goes than an adversarial one, for the same rise."""
+    reached = {
+        kind: _radius_at(curve["radii"], losses, curve["base"] + RISE)
+        for kind, losses in zip(curve["kinds"], curve["loss"], strict=True)
+    }
+    random, ascent = reached["random"], reached["sam"]
+    if math.isinf(random) or math.isinf(ascent):
+        return f"The loss of the baseline of seed 0 does not rise by {RISE:g} within the radii measured."
+    return (
+        f"The loss of the baseline of seed 0 rises by {RISE:g} at radius {random:.3g} in random directions "
+        f"and {ascent:.3g} along the gradient of {curve['batch']} samples: {random / ascent:.3g} times as far (n = 1)."
+    )
+
+
+def _radius_at(radii: Sequence[float], losses: Sequence[float | None], level: float) -> float:
+    """Where the loss first reaches a level, between radii on a logarithmic scale; else infinity.
+
+    >>> round(_radius_at([0.1, 1.0, 10.0], [1.0, 1.0, 2.0], 1.5), 3)
+    3.162
+    """
+    before: tuple[float, float] | None = None
+    for radius, loss in zip(radii, losses, strict=True):
+        if loss is None or loss >= level:
+            if before is None or loss is None:
+                return radius
+            part = (level - before[1]) / (loss - before[1])
+            return float(before[0] * (radius / before[0]) ** part)
+        before = (radius, loss)
+    return math.inf

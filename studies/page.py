@@ -1,0 +1,185 @@
+"""`docs/evidence.md` and a page for each study: what the lines say, with nothing typed by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steppe.lab.tables import Table, join_words
+from steppe.report.canvas import save_figure
+from studies.comparisons import refuted
+from studies.definitions import STUDIES, Study
+from studies.evidence import Evidence, Line
+from studies.figures import landscapes
+from studies.findings import JUDGED, Findings
+from studies.questions import NOTHING, PRIMARY, post_hoc
+from studies.tables import (
+    gains_table,
+    lengths_table,
+    minima_table,
+    pairs_table,
+    paper_table,
+    result_table,
+    sweeps_table,
+    trials_table,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Draw = Callable[[], "Figure"]
+OPENING = """# Evidence
+
+What the methods gain on real data, at a size that two CPU cores train. Five questions are primary;
+everything else is secondary. `python -m studies --page` writes this page from the lines in `evidence/`,
+one for each run, with its config, environment and commit. These are not the paper's settings;
+[its numbers](reproducing.md) are on another page.
+"""
+READING = """## How to read it
+
+Every method starts from the baseline's initial weights and sees its batches in its order; the mixed
+methods (m-RWP, m-ARWP) see a second batch. Differences are paired by seed and have t-intervals at the
+level of Holm's test, which corrects over all primary comparisons of a study, and over its secondary
+ones apart. Below five seeds nothing is tested. Accuracy is that of the final model on test data;
+hyperparameters were chosen on validation data. [How the runs are made](studies.md#how-runs-are-compared).
+"""
+PAPER = """## Against the paper
+
+Secondary. How often a claim of the paper is significantly supported or contradicted here, at default
+strengths. Its own settings (full CIFAR, ImageNet, 200 epochs) are out of reach of these machines.
+"""
+SECONDARY = """Everything on this page is secondary, except the gains of RWP, ARWP, m-RWP and m-ARWP at default
+strengths and m-ARWP − SAM, which answer the primary questions on the page [Evidence](../evidence.md).
+[How the runs are made and compared](../studies.md#how-runs-are-compared).
+"""
+
+
+def compose(
+    evidence: Path, studies: Sequence[Study] = tuple(STUDIES.values())
+) -> tuple[dict[str, str], dict[str, Draw]]:
+    """By file name in `docs` the text of the pages, and what draws the pictures in them."""
+    found = [Findings(study, Evidence(evidence, study.name)) for study in studies]
+    verdict, sections, drawn = [], [], dict[str, Draw]()
+    for number, question in enumerate(PRIMARY, 1):
+        answer = question.answer(found)
+        verdict.append(f"{number}. **{question.text}** {answer}")
+        sections += [f"## {number}. {question.text}", ""]
+        if answer == NOTHING:
+            sections += [NOTHING, ""]
+            continue
+        file = f"evidence/{question.name}.png"
+        drawn[file] = partial(question.figure, found)
+        sections += [_framed(file, question.caption), ""]
+    parts = [OPENING, "## Verdict", "", *verdict, "", *post_hoc(found)]
+    parts += [f"{sentence}\n" for sentence in refuted(evidence, studies)]
+    parts += [
+        *sections,
+        PAPER,
+        *_written(paper_table(found)),
+        "## Studies",
+        "",
+        _overview(found),
+        "",
+    ]
+    parts += [*_folded("All gains at default strengths", gains_table(found)), READING]
+    pages = {"evidence.md": "\n".join(parts)}
+    for findings in found:
+        if findings.evidence.lines:
+            text, more = study_page(findings)
+            pages[f"evidence/{findings.study.name}.md"] = text
+            drawn |= more
+    return pages, drawn
+
+
+def write_page(
+    evidence: Path, docs: Path, studies: Sequence[Study] = tuple(STUDIES.values())
+) -> list[Path]:
+    """Write the pages and their figures into `docs`, and give the files."""
+    pages, drawn = compose(evidence, studies)
+    folder = docs / "evidence"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("*.png"), *folder.glob("*.md")]:
+        old.unlink()
+    for name, text in pages.items():
+        (docs / name).write_text(text, encoding="utf-8")
+    files = [
+        file for name, draw in drawn.items() for file in save_figure(draw(), docs / name, ("png",))
+    ]
+    return [*(docs / name for name in pages), *files]
+
+
+def _framed(file: str, caption: str) -> str:
+    return f"![{Path(file).stem}]({file})\n\n*{caption}*"
+
+
+def _written(table: Table | None) -> list[str]:
+    return [] if table is None else [table.markdown(), ""]
+
+
+def _folded(title: str, table: Table | None) -> list[str]:
+    if table is None:
+        return []
+    head = f'<details markdown="1"><summary>{title}</summary>'
+    return [head, "", table.markdown(), "", "</details>", ""]
+
+
+def _overview(found: list[Findings]) -> str:
+    """What has been trained, and what it cost."""
+    rows = []
+    for findings in found:
+        study, lines = findings.study, findings.evidence.lines
+        runs = {entry.run for entry in findings.plan.entries}
+        done, total = len(runs & lines.keys()), len(runs) + len(findings.plan.waiting)
+        hours = sum(line.result.cpu_seconds for line in lines.values()) / 3600
+        title = f"[{study.title}](evidence/{study.name}.md)" if lines else study.title
+        settings = "; ".join(setting.title for setting in study.settings)
+        rows.append((title, settings, f"{done} of {total}", f"{hours:.1f}"))
+    return Table(("study", "settings", "runs", "processor hours"), tuple(rows)).markdown()
+
+
+def study_page(findings: Findings) -> tuple[str, dict[str, Draw]]:
+    """One study: its tables and landscapes, and where it ran."""
+    study, drawn = findings.study, dict[str, Draw]()
+    parts = [f"# {study.title}", "", SECONDARY, *_unused(findings)]
+    parts += [*(f"{words}\n" for words in study.cut), *_written(pairs_table(findings))]
+    for setting in study.settings:
+        for part, table in itertools.product(JUDGED, (result_table, minima_table)):
+            parts += _written(table(findings, setting, part))
+        for more in (trials_table, lengths_table, sweeps_table):
+            parts += _written(more(findings, setting))
+        if (shown := landscapes(findings, setting)) is not None:
+            file = f"{study.name}-{setting.name}-landscapes.png"
+            caption, drawn[f"evidence/{file}"] = shown
+            parts += [_framed(file, caption), ""]
+    return "\n".join([*parts, _where(list(findings.evidence.lines.values())), ""]), drawn
+
+
+def _where(lines: list[Line]) -> str:
+    """The machines, versions and commits that the lines come from."""
+
+    def counted(name: str) -> str:
+        found = (line.result.environment.get(name) for line in lines)
+        values = Counter("not recorded" if value is None else str(value) for value in found)
+        if len(values) == 1:
+            return next(iter(values))
+        return join_words([f"{value} ({count} runs)" for value, count in values.most_common()])
+
+    return (
+        f"{len(lines)} runs, one thread each, on {counted('processor')} ({counted('cores')} cores), "
+        f"instruction set {counted('simd')}, Python {counted('python')}, torch {counted('torch')}, "
+        f"steppe {counted('steppe')}, commit {counted('commit')}."
+    )
+
+
+def _unused(findings: Findings) -> list[str]:
+    """How many lines are no longer part of the plan."""
+    unused = findings.evidence.lines.keys() - {entry.run for entry in findings.plan.entries}
+    words = (
+        f"{len(unused)} lines belong to no run of the study as it is defined now, and are not shown "
+        "(`python -m studies --archive NAME` sets them aside)."
+    )
+    return [words, ""] if unused else []

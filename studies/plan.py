@@ -1,0 +1,209 @@
+"""The plan of a study: which runs it consists of, in which order, and which of them are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal, get_args
+
+from torch import nn
+
+from steppe.lab import models
+from steppe.lab.config import Config
+from steppe.lab.jobs import Job, passes
+from steppe.lab.results import Result
+from steppe.lab.specs import Spec, parse
+from steppe.lab.sweeps import with_values
+from steppe.lab.tuning import Choice, tune_all
+from studies.definitions import LENGTHS, Control, Setting, Study
+from studies.evidence import Evidence
+
+Part = Literal["defaults", "tuning", "tuned", "lengths", "sweeps"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a study, and what it is there for; several entries may share a run."""
+
+    setting: Setting
+    part: Part
+    name: str
+    """The method or control, and which variant of it."""
+    config: Config
+
+    @cached_property
+    def run(self) -> str:
+        """The identity of its run."""
+        return self.config.identity
+
+    @property
+    def label(self) -> str:
+        """What the progress display calls it."""
+        return f"{self.setting.name} {self.part} {self.name} seed {self.config.seed}"
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time on one core."""
+        base = self.setting.config
+        steps = (self.config.steps or 1) / (base.steps or 1)
+        return self.setting.seconds * passes(self.config) * steps * self.config.batch / base.batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All entries that are known; `waiting` tuned runs will be known when their trials are done."""
+
+    study: Study
+    entries: tuple[Entry, ...]
+    waiting: tuple[Entry, ...]
+    """The same runs with the default strength in place of the one to be found."""
+    choices: dict[str, dict[str, Choice]]
+    """By setting and method the tuned strength, where the trials are done."""
+
+    def of(self, setting: Setting, part: Part) -> list[Entry]:
+        return [e for e in self.entries if e.setting.name == setting.name and e.part == part]
+
+    def missing(self, evidence: Evidence) -> list[Entry]:
+        """The entries whose runs have no line yet, each run once."""
+        found: dict[str, Entry] = {}
+        for entry in self.entries:
+            if evidence.find(entry.run) is None:
+                found.setdefault(entry.run, entry)
+        return list(found.values())
+
+
+class UnfinishedError(Exception):
+    """A search needs the results of its trials first."""
+
+
+def make_plan(study: Study, evidence: Evidence) -> Plan:
+    """The plan as far as the evidence allows to know it: group by group, part by part, seed by seed."""
+    entries: list[Entry] = []
+    waiting: list[Entry] = []
+    choices: dict[str, dict[str, Choice]] = {}
+    for group in study.groups:
+        parts: dict[Part, list[Entry]] = {part: [] for part in PARTS}
+        for setting in group:
+            parts["defaults"] += _defaults(setting)
+            trials, chosen = _search(setting, evidence)
+            parts["tuning"] += trials
+            choices[setting.name] = chosen
+            if setting.tune is not None:
+                for method in setting.methods:
+                    known = method in chosen
+                    spec = chosen[method].spec if known else pinned(setting, method)
+                    (parts["tuned"] if known else waiting).extend(_tuned(setting, method, spec))
+            parts["lengths"] += _lengths(setting)
+            parts["sweeps"] += _sweeps(setting)
+        for part, found in parts.items():
+            # Trials method by method: a strength is known when those of its method are done.
+            entries += found if part == "tuning" else sorted(found, key=_seed)
+    return Plan(study, tuple(entries), tuple(waiting), choices)
+
+
+def _seed(entry: Entry) -> int:
+    return entry.config.seed
+
+
+def pinned(setting: Setting, method: str) -> Spec:
+    """The method with its default strength written out: a changed default is another run."""
+    return _pinned(setting.config.model, method)
+
+
+@cache
+def _pinned(model: str, method: str) -> Spec:
+    spec = parse(method)
+    strength = spec.strength_for(_sample_model(model))
+    return spec.with_options(**{strength[0]: strength[1]}) if strength else spec
+
+
+@cache
+def _sample_model(name: str) -> nn.Module:
+    """A model of this kind, whatever its size: default strengths depend on the kind alone."""
+    return models.build(name, classes=10, shape=(1, 16, 16))
+
+
+def _defaults(setting: Setting) -> Iterator[Entry]:
+    for seed in range(setting.seeds):
+        config = setting.config.replace(seed=seed)
+        for method in setting.methods:
+            spec = pinned(setting, method)
+            yield Entry(setting, "defaults", setting.called(method), spec.apply(config))
+        for control in setting.controls:
+            spec = pinned(setting, control.method)
+            yield Entry(setting, "defaults", control.name, controlled(control, spec, config))
+
+
+def controlled(control: Control, spec: Spec, config: Config) -> Config:
+    """The config of a control whose method has this strength."""
+    changed = config.replace(
+        batch=config.batch * control.batch, steps=(config.steps or 1) * control.steps
+    )
+    return spec.with_options(**control.options).apply(changed)
+
+
+def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], dict[str, Choice]]:
+    """The trials that are known, and by method what they led to where all of its own are done."""
+    if setting.tune is None:
+        return [], {}
+    asked: list[Job] = []
+
+    def look(trials: Sequence[Job], title: str) -> list[Result]:
+        asked.extend(trials)
+        lines = [evidence.find(job.config.identity) for job in trials]
+        found = [line.result for line in lines if line is not None]
+        if len(found) < len(trials):
+            raise UnfinishedError
+        return found
+
+    chosen: dict[str, Choice] = {}
+    for method in setting.methods:
+        with suppress(UnfinishedError):
+            spec = pinned(setting, method)
+            (chosen[method],) = tune_all([spec], setting.config, setting.tune, look)
+    return [Entry(setting, "tuning", _trial_name(job), job.config) for job in asked], chosen
+
+
+def _trial_name(job: Job) -> str:
+    return job.label.rpartition(" seed ")[0]
+
+
+def _tuned(setting: Setting, method: str, spec: Spec) -> Iterator[Entry]:
+    """The reported runs of a method with this strength, and of the controls that take it."""
+    for seed in range(setting.seeds):
+        config = setting.config.replace(seed=seed)
+        yield Entry(setting, "tuned", setting.called(method), spec.apply(config))
+        for control in setting.tuned_controls:
+            if control.method == method:
+                bare = dataclasses.replace(spec, fields={})
+                changed = controlled(control, bare, config.replace(**spec.fields))
+                yield Entry(setting, "tuned", control.name, changed)
+
+
+def at_length(name: str, length: float) -> str:
+    """What a method is called when it is trained for so many times the usual steps."""
+    return name if length == 1 else f"{name}, {length:g} times the steps"
+
+
+def _lengths(setting: Setting) -> Iterator[Entry]:
+    steps = setting.config.steps or 1
+    for seed, length in itertools.product(range(setting.seeds), LENGTHS):
+        config = setting.config.replace(seed=seed, steps=round(steps * length))
+        for method in setting.lengths:
+            name = at_length(setting.called(method), length)
+            yield Entry(setting, "lengths", name, pinned(setting, method).apply(config))
+
+
+def _sweeps(setting: Setting) -> Iterator[Entry]:
+    seeds = range(min(setting.seeds, setting.sweep_seeds))
+    for seed, (title, (method, grid)) in itertools.product(seeds, setting.sweeps.items()):
+        config = pinned(setting, method).apply(setting.config.replace(seed=seed))
+        for values in itertools.product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            about = ", ".join(f"{key} {value:g}" for key, value in point.items())
+            yield Entry(setting, "sweeps", f"{title}: {about}", with_values(config, point))

@@ -1,0 +1,165 @@
+"""Running a study: every run that has no line yet, part by part, its line written as it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from steppe.lab.errors import LabError, unknown
+from steppe.lab.jobs import Job, run_all
+from steppe.lab.problems import Sources, load_data
+from steppe.lab.progress import Display, display
+from steppe.lab.results import Result
+from steppe.lab.runs import Run
+from steppe.lab.specs import parse
+from studies import minima
+from studies.definitions import Study
+from studies.evidence import Evidence, Line, thinned
+from studies.plan import Entry, Part, Plan, make_plan
+
+logger = logging.getLogger("steppe")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A part of a study: the settings, parts, methods and seeds that are run now (empty: all)."""
+
+    settings: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    methods: tuple[str, ...] = ()
+    seeds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise LabError(f"seeds must be at least 1, got {self.seeds}.")
+
+    def check(self, study: Study, plan: Plan) -> None:
+        """Refuse what the study does not have, which would do nothing."""
+        there = {entry.part for entry in (*plan.entries, *plan.waiting)}
+        known: dict[str, tuple[tuple[str, ...], set[str]]] = {
+            "setting": (self.settings, {setting.name for setting in study.settings}),
+            "part": (self.parts, {*there}),
+            "method": (self.methods, {m for setting in study.settings for m in setting.methods}),
+        }
+        for what, (given, valid) in known.items():
+            for name in given:
+                if name not in valid:
+                    raise unknown(f"{what} of {study.name}", name, valid)
+
+    def take(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries within the limits; a limit on seeds leaves the trials alone."""
+        return [
+            entry
+            for entry in entries
+            if (not self.settings or entry.setting.name in self.settings)
+            and (not self.parts or entry.part in self.parts)
+            and (not self.methods or parse(entry.config.method).name in self.methods)
+            and (self.seeds is None or entry.part == "tuning" or entry.config.seed < self.seeds)
+        ]
+
+
+def run_study(
+    study: Study,
+    evidence: Evidence,
+    store: Path,
+    *,
+    jobs: int = 1,
+    limits: Limits | None = None,
+    minutes: float | None = None,
+    root: str | None = None,
+    progress: bool | None = None,
+) -> Plan:
+    """Do what is missing of a study, `jobs` runs at a time, and give the plan at the end.
+
+    A run's folder in `store` lives until its line is written. Ctrl-C, and the end of `minutes`,
+    save the runs under way and raise `Stopped`; after any kill the same call resumes.
+    """
+    limits = limits or Limits()
+    if limits != Limits():
+        unlocked = dataclasses.replace(evidence)  # `evidence` itself is read under its lock
+        limits.check(study, make_plan(study, unlocked))
+    if minutes is not None and not minutes > 0:
+        raise LabError(f"minutes must be above 0, got {minutes:g}.")
+    with evidence.writing():
+        plan = make_plan(study, evidence)
+        todo = [*limits.take(plan.missing(evidence)), *limits.take(plan.waiting)]
+        for entry in {e.config.data: e for e in todo}.values():  # missing data: now, not in hours
+            load_data(entry.config.replace(root=root), Sources())
+        weights = {entry.label: entry.seconds for entry in todo}
+        with display(progress, weights, study.name) as show, _ending_after(minutes):
+            while entries := _next(limits.take(plan.missing(evidence))):
+                _run(entries, evidence, store, jobs, root, show)
+                plan = make_plan(study, evidence)
+    return plan
+
+
+def _next(missing: Sequence[Entry]) -> list[Entry]:
+    """The first part of the first group that has something left to do."""
+    if not missing:
+        return []
+    part = missing[0].part
+    together = list(itertools.takewhile(lambda entry: entry.part == part, missing))
+    logger.info("%s: %d runs", part, len(together))
+    return together
+
+
+def _run(
+    entries: Sequence[Entry],
+    evidence: Evidence,
+    store: Path,
+    processes: int,
+    root: str | None,
+    show: Display,
+) -> None:
+    by_label = {entry.label: entry for entry in entries}
+
+    def keep(job: Job, result: Result) -> None:
+        entry = by_label[job.label]
+        assert result.config.identity == entry.run
+        assert result.folder is not None  # a study has a store
+        curves = {} if entry.part == "tuning" else thinned(Run(result.folder).metrics)
+        message = result.message.partition(" The last good checkpoint")[0]  # names a folder
+        kept = dataclasses.replace(result, config=entry.config, message=message)
+        found = minima.read(Run(result.folder))
+        evidence.append(Line(entry.label, kept, curves, found))
+        shutil.rmtree(result.folder)
+
+    work = [
+        Job(entry.label, entry.config.replace(root=root), _measured(entry)) for entry in entries
+    ]
+    run_all(work, Sources(), store, processes=processes, show=show, keep=keep)
+
+
+def _measured(entry: Entry) -> Callable[[Result], None] | None:
+    """What is measured at the run's minimum: of seed 0 also landscapes, for all on one scale."""
+    if not entry.setting.minima or entry.part not in ("defaults", "tuned"):
+        return None
+    shown = entry.config.seed == 0 and entry.part == "defaults"
+    spec = parse(entry.config.method)
+    landscape = shown and entry.name in map(entry.setting.called, entry.setting.methods)
+    return partial(minima.measure, landscape=landscape, radius=shown and spec.name == "sgd")
+
+
+@contextmanager
+def _ending_after(minutes: float | None) -> Iterator[None]:
+    """Ask this process to stop, as Ctrl-C does, when the time is over."""
+    if minutes is None:
+        yield
+        return
+    timer = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,79 @@
+"""Evidence of a study that was never trained: results that a test can reckon with."""
+
+import math
+
+from steppe.lab.results import Result
+from steppe.lab.specs import parse
+from studies.evidence import Evidence, Line
+from studies.plan import make_plan
+
+LEVELS = {"sgd": 80.0, "sam": 82.0, "rwp": 83.0, "arwp": 83.0, "m-rwp": 81.0, "m-arwp": 82.1}
+ENVIRONMENT = {"processor": "abacus", "cores": 2, "python": "3", "torch": "2", "steppe": "0"}
+ENVIRONMENT |= {"commit": "abc", "ranks": 1}
+
+
+def accuracy(config):
+    """The method's level, less for a doubled batch, best at one strength, with the seed's wiggle."""
+    spec = parse(config.method)
+    wiggle = 0.1 * math.sin(7.0 * config.seed + len(config.method))
+    strength = spec.strength
+    off = 0.0 if strength is None else abs(math.log(strength[1] / 0.3))
+    level = LEVELS[spec.name] - (0.5 if config.batch > 32 else 0.0) + (config.steps or 0) / 1000
+    return level + wiggle + config.seed % 3 - (off if config.validation else 0.0)
+
+
+def made_up_line(entry, minima=False):
+    config = entry.config
+    score = accuracy(config)
+    metrics = {"accuracy": score, "nll": 100 / score, "loss": 1.0}
+    train = {"accuracy": 99.0, "nll": 0.1, "loss": 0.1}
+    spec = parse(config.method)
+    passes = 2 if spec.name.startswith(("m-", "sam")) else 1
+    result = Result(
+        config=config,
+        status="finished",
+        metric="accuracy",
+        higher_is_better=True,
+        unit="points",
+        metrics={
+            "train": train,
+            "test": metrics,
+            **({"validation": metrics} if config.validation else {}),
+            **({"test_recomputed": {**metrics, "accuracy": score + 1}}),
+        },
+        steps=config.steps or 1,
+        seconds=1.0,
+        cpu_seconds=1.0 * passes,
+        flops=1000 * passes * config.batch,
+        parameters=10,
+        strength=spec.strength,
+        perturbation={"displacement": 0.5 if "arwp" in spec.name else 0.6},
+        environment=ENVIRONMENT,
+    )
+    curves = {"epoch": [1, 2], "train_nll": [1.0, 0.5], "test_accuracy": [50.0, score]}
+    if "arwp" in spec.name:
+        curves |= {"factor_epoch": [1, 2], "factor": [1.0, 0.99 if spec.name == "arwp" else 0.9]}
+    found = {}
+    if minima and entry.part == "defaults":
+        found = {"samples": 512, "largest_eigenvalue": score, "adaptive_sharpness": 1 / score}
+        found |= {"weight_norm": 3.0, "sharpness_rho": 0.5}
+        if config.seed == 0:
+            plane = [[1.0 + i * i + j * j for j in range(-2, 3)] for i in range(-2, 3)]
+            axis = [-1.0, -0.5, 0.0, 0.5, 1.0]
+            found["landscape"] = {"a": axis, "loss": plane, "centre": 1.0}
+        if config.seed == 0 and spec.name == "sgd":
+            losses = [[1.0, 1.0, 1.2], [1.0, 1.2, 9.0]]
+            found["radius"] = {"radii": [0.1, 1.0, 10.0], "loss": losses, "error": losses}
+            found["radius"] |= {"base": 1.0, "batch": 128, "directions": 8}
+            found["radius"] |= {"kinds": ["random", "sam"]}
+    return Line(entry.label, result, curves, found)
+
+
+def fill(study, folder, minima=False, take=lambda entry: True):
+    """Write the lines of all runs that `take` takes, trials before what follows from them."""
+    evidence = Evidence(folder, study.name)
+    folder.mkdir(exist_ok=True, parents=True)
+    while missing := [e for e in make_plan(study, evidence).missing(evidence) if take(e)]:
+        for entry in missing:
+            evidence.append(made_up_line(entry, minima))
+    return Evidence(folder, study.name)

@@ -1,0 +1,362 @@
+"""The pages say what the lines say: numbers against made-up evidence, and the committed pages."""
+
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from steppe.lab.published import CIFAR, IMAGENET
+from steppe.lab.statistics import half_width, mean_std
+from studies.definitions import STUDIES
+from studies.evidence import Evidence
+from studies.findings import CHANGES, PAPER_ORDER, Claim, Findings, primary_claims
+from studies.page import compose, write_page
+from studies.plan import make_plan
+from studies.questions import EARLIER, PRIMARY
+from tests.studies.made_up import accuracy, fill
+from tests.studies.tiny import rich
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = "MLP, few steps, default strengths"
+TUNED = "MLP, few steps, tuned strengths"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return fill(rich(minima=True), tmp_path_factory.mktemp("full"), minima=True)
+
+
+@pytest.fixture(scope="module")
+def pages(full):
+    return compose(full.folder, (rich(minima=True),))[0]
+
+
+@pytest.fixture(scope="module")
+def first(pages):
+    return pages["evidence.md"]
+
+
+@pytest.fixture(scope="module")
+def text(pages):
+    return pages["evidence/rich.md"]
+
+
+def row(text, table, method):
+    """The cells of a row by column, in the table with this title (or after this line)."""
+    part = text.partition(table)[2]
+    header = next(line for line in part.splitlines() if line.startswith("| "))
+    line = next(line for line in part.splitlines() if line.startswith(f"| {method} |"))
+    cells = [[cell.strip() for cell in each.strip("|").split("|")] for each in (header, line)]
+    return dict(zip(*cells, strict=True))
+
+
+def entries(full, part, name):
+    plan = make_plan(rich(minima=True), full)
+    return [e for e in plan.entries if e.part == part and e.name == name]
+
+
+def test_a_row_has_mean_spread_difference_and_n(full, text):
+    own = [accuracy(e.config) for e in entries(full, "defaults", "SAM")]
+    base = [accuracy(e.config) for e in entries(full, "defaults", "SGD")]
+    mean, std = mean_std(own)
+    cells = row(text, f"**{DEFAULTS}**", "SAM")
+    assert cells["strength"] == "rho 0.05"
+    assert cells["accuracy %"] == f"{mean:.2f} ± {std:.2f}"
+    gain = statistics.fmean(a - b for a, b in zip(own, base, strict=True))
+    assert cells["− SGD [interval]"].startswith(f"+{gain:.2f} [")
+    assert cells["accuracy %, BN recomputed"] == f"{mean + 1:.2f} ± {std:.2f}"
+    assert (cells["time ×"], cells["FLOPs ×"], cells["n"]) == ("2.00", "2.00", "6")
+    assert cells["adaptive factor"] == "–"
+    assert row(text, f"**{DEFAULTS}**", "m-ARWP")["adaptive factor"] == "0.900"
+
+
+def test_time_is_shown_where_the_tuned_baseline_ran_elsewhere(full, tmp_path):
+    lines = [
+        replace(line, result=replace(line.result, environment={"processor": "sliderule"}))
+        if " tuned SGD " in line.label
+        else line
+        for line in full.lines.values()
+    ]
+    (tmp_path / "rich.jsonl").write_text("".join(line.text() for line in lines))
+    text = compose(tmp_path, (rich(minima=True),))[0]["evidence/rich.md"]
+    for table, name, time in (
+        (TUNED, "SGD", "1.00"),
+        (TUNED, "SAM", "2.00"),
+        (DEFAULTS, "SAM", "2.00"),
+    ):
+        assert row(text, f"**{table}**", name)["time ×"] == time
+
+
+def test_holm_corrects_the_primary_comparisons_and_the_others_apart(full):
+    study = rich(minima=True)
+    findings = Findings(study, full)
+    (setting,) = study.settings
+    primary = list(primary_claims(setting))
+    assert len(primary) == 4 + 1 + 2 * 2 * len(CHANGES)
+    known = [claim for claim in primary if claim in findings.differences]
+    assert len(known) == 4 + 1  # nothing was rounded or pruned
+    # Secondary: SAM and 6 controls against SGD, 5 pairs; tuned 5 methods, 1 control, 6 pairs.
+    assert len(findings.differences) - len(known) == 7 + 5 + 6 + 6
+    claim = Claim("mlp", "defaults", "m-ARWP", "SAM")
+    assert claim in known
+    mean, std = mean_std(findings.pairs(claim))
+    difference = findings.differences[claim]
+    assert difference.low95 == pytest.approx(mean - half_width(std, 6))
+    assert difference.smallest == pytest.approx(half_width(std, 6, 0.05 / 5))
+
+
+def test_tuned_rows_show_the_chosen_strength(text):
+    title = f"**{TUNED}**"
+    assert (
+        row(text, title, "ARWP")["strength"] == "ratio 0.3"
+    )  # what the made-up validation prefers
+    assert row(text, title, "ARWP, batch doubled")["strength"] == "ratio 0.3"
+    assert row(text, title, "SGD")["strength"].startswith("weight decay")
+
+
+def test_what_the_trials_found_is_shown(full, text):
+    found = make_plan(rich(minima=True), full).choices["mlp"]["arwp"].scores
+    title = "Trials: MLP, few steps, means over 2 seeds"
+    low, best, *rest = (f"{value:g}: {found[value]:.1f}" for value in sorted(found))
+    cells = row(text, f"**{title}**", "ARWP")
+    assert list(cells.values())[1:] == [f"ratio {', '.join([low, f'**{best}**', *rest])}", "10"]
+    sgd = list(row(text, f"**{title}**", "SGD").values())[1]
+    assert sgd.startswith("weight decay **3.13e-05: ")
+
+
+def test_methods_are_compared_with_each_other(full, text):
+    lines = text.partition("**Comparisons between methods**")[2].partition("\n\n**")[0].splitlines()
+    made = Findings(rich(minima=True), full).differences
+    mixing = made[Claim("mlp", "defaults", "m-ARWP", "ARWP, batch doubled")]
+    (line,) = [x for x in lines if f"{DEFAULTS} | m-ARWP − ARWP, batch doubled" in x]
+    assert f"ratio 0.9 and ratio 0.6 | −{-mixing.mean:.2f} [" in line
+    assert f"| worse | {mixing.smallest:.2f} | 6 |" in line
+    assert "told" not in text
+
+
+def test_other_lengths_and_sweeps_are_tables(full, text):
+    findings = Findings(rich(minima=True), full)
+    pair = ("ARWP, 0.5 times the steps", "SGD, 0.5 times the steps")
+    mean, std = mean_std(findings.pairs(Claim("mlp", "lengths", *pair)))
+    cells = row(text, "**Gain at other lengths of training", "ARWP")
+    assert cells["0.5 × the steps"] == f"+{mean:.2f} ± {half_width(std, 6):.2f}"
+    own = [accuracy(e.config) for e in entries(full, "sweeps", "strength of RWP: ratio 0.45")]
+    assert f"| strength of RWP | ratio 0.45 | 99.00 ± 0.00 | {mean_std(own)[0]:.2f} ± " in text
+
+
+def test_the_minima_are_ranked(text):
+    """The made-up eigenvalue is the accuracy itself, the sharpness its inverse."""
+    assert (
+        "Rank correlation with mean accuracy over 6 methods: largest eigenvalue +1.00, "
+        "adaptive sharpness −1.00." in text
+    )
+    assert "at radius 3.16 in random directions and 0.316 along the gradient of 128" in text
+    assert "10 times as far (n = 1)." in text
+
+
+def test_a_minimum_that_could_not_be_measured_is_named(full, tmp_path):
+    text = full.file.read_text().replace('"largest_eigenvalue"', '"failed":"no number","was"', 1)
+    (tmp_path / "rich.jsonl").write_text(text)
+    pages, _ = compose(tmp_path, (rich(minima=True),))
+    assert "1 models could not be measured; the first: SGD: no number" in pages["evidence/rich.md"]
+
+
+def test_gains_stand_below_the_questions(full, first):
+    gain = Findings(rich(minima=True), full).differences[Claim("mlp", "defaults", "SAM", "SGD")]
+    cells = row(first, "All gains at default strengths", "Rich (MLP, few steps)")
+    assert cells["SAM"] == f"**+{gain.mean:.2f}**"
+    assert (cells["MSAM"], cells["n"]) == ("–", "6")
+
+
+def test_too_few_seeds_give_no_verdict(tmp_path):
+    fill(rich(seeds=3), tmp_path)
+    pages, drawn = compose(tmp_path, (rich(seeds=3),))
+    verdict = pages["evidence.md"].partition("## 1.")[0]
+    assert verdict.count("Not measured yet.") == 4  # trials need no five seeds
+    assert set(drawn) == {"evidence/transfer.png"}
+    cells = row(pages["evidence.md"], "All gains", "Rich (MLP, few steps)")
+    assert re.fullmatch(r"\+\d\.\d\d \(3\)", cells["SAM"])
+    assert "too few seeds" in pages["evidence/rich.md"]
+    assert not re.search(r"\| (better|worse|not significant) \|", pages["evidence/rich.md"])
+
+
+def test_how_far_the_studies_are(tmp_path):
+    fill(rich(), tmp_path, take=lambda e: e.part == "defaults" and e.config.seed < 2)
+    pages, _ = compose(tmp_path, (rich(), STUDIES["cifar100"]))
+    cells = row(pages["evidence.md"], "## Studies", r"[Rich](evidence/rich.md)")
+    assert cells["runs"].startswith("24 of ")
+    assert cells["processor hours"] == "0.0"
+    assert "| CIFAR-100 | " in pages["evidence.md"]  # no link to a page that is not there
+    assert set(pages) == {"evidence.md", "evidence/rich.md"}
+
+
+def test_without_a_baseline_there_are_no_gains(tmp_path):
+    methods = ("rwp", "arwp")
+    fill(rich(), tmp_path, take=lambda e: e.config.method.split(":")[0] in methods)
+    pages, drawn = compose(tmp_path, (rich(),))
+    assert "All gains" not in pages["evidence.md"]
+    assert not drawn
+    assert row(pages["evidence/rich.md"], f"**{DEFAULTS}**", "ARWP")["− SGD [interval]"] == "–"
+    made = Findings(rich(), Evidence(tmp_path, "rich")).differences
+    assert {(claim.first, claim.second) for claim in made} == {("ARWP", "RWP")}
+
+
+def test_where_the_lines_come_from_is_said(text):
+    assert "on abacus (2 cores), instruction set not recorded, Python 3, torch 2" in text
+
+
+def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
+    fill(rich(), tmp_path)
+    pages, _ = compose(tmp_path, (rich(seeds=5),))
+    assert "lines belong to no run of the study as it is defined now" in pages["evidence/rich.md"]
+
+
+@pytest.mark.slow
+def test_the_figures_are_drawn(full, tmp_path):
+    files = write_page(full.folder, tmp_path, (rich(minima=True),))
+    names = {file.relative_to(tmp_path).as_posix() for file in files}
+    assert names == {
+        "evidence.md",
+        "evidence/rich.md",
+        *(f"evidence/{name}.png" for name in ("cost", "gain", "match", "transfer")),
+        "evidence/rich-mlp-landscapes.png",
+    }
+    linked = (tmp_path / "evidence.md").read_text() + (
+        tmp_path / "evidence" / "rich.md"
+    ).read_text()
+    for name in names:
+        assert not name.endswith(".png") or f"{Path(name).name})" in linked
+
+
+def test_the_papers_order_is_that_of_its_numbers():
+    means = {
+        m: statistics.fmean(c.mean for c in CIFAR + IMAGENET if c.method == m) for m in PAPER_ORDER
+    }
+    assert sorted(means, key=means.__getitem__) == list(PAPER_ORDER)
+
+
+CIFAR10 = "**ResNet-18 of a quarter width, 5,000 images, default strengths**"
+CIFAR10_TUNED = CIFAR10.replace("default", "tuned")
+CONV = "**small conv net, 2,000 images, default strengths**"
+RANDOM = ("RWP", "ARWP", "m-RWP", "m-ARWP")
+GAINERS = ("SAM", *RANDOM, "MSAM")
+
+
+def committed(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def words(name):
+    return " ".join(committed(name).split())
+
+
+def mean_of(page, table, method, column="accuracy %"):
+    return float(row(page, table, method)[column].split()[0])
+
+
+def test_the_committed_pages_are_what_the_committed_lines_say():
+    pages, drawn = compose(ROOT / "evidence")
+    for name, text in pages.items():
+        assert committed(f"docs/{name}") == text
+    docs = ROOT / "docs"
+    there = {file.relative_to(docs).as_posix() for file in (docs / "evidence").iterdir()}
+    assert there == {*drawn, *pages} - {"evidence.md"}
+
+
+def test_the_first_page_is_read_in_minutes():
+    page = committed("docs/evidence.md")
+    assert len(page.split()) <= 1500
+    verdict = page.partition("## Verdict")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert [line.partition("**")[2].partition("**")[0] for line in verdict.splitlines()] == [
+        question.text for question in PRIMARY
+    ]
+    assert page.count("![") <= len(PRIMARY)
+
+
+def test_runs_from_before_the_questions_are_counted():
+    lines = [x for name in STUDIES for x in Evidence(ROOT / "evidence", name).lines.values()]
+    seen = sum(line.result.environment["commit"] in EARLIER for line in lines)
+    said = f"{seen:,} of {len(lines):,} runs were made before these five questions were named."
+    assert (said in committed("docs/evidence.md")) == bool(seen)
+
+
+def test_the_pages_use_the_fields_words():
+    private = r"\b(told|plain training|m-methods?|doors?|speaks? (for|against)|by means)\b"
+    for name in (
+        "docs/evidence.md",
+        "docs/studies.md",
+        *(f"docs/evidence/{s}.md" for s in STUDIES),
+    ):
+        if (ROOT / name).exists():
+            assert not re.search(private, committed(name)), name
+
+
+def test_the_readme_says_what_the_committed_page_says():
+    page = committed("docs/evidence/cifar10.md")
+    said = committed("README.md").partition("What CIFAR-10 at CPU size has shown")[2]
+    rows = [row(page, CIFAR10, name) for name in ("SGD", "RWP", "m-ARWP", "m-ARWP, one batch")]
+    rows.append(row(page, CIFAR10, "SGD, steps doubled"))
+    rows.append(row(page, CIFAR10_TUNED, "SGD"))
+    assert [cells["n"] for cells in rows] == ["5"] * 6
+    found = re.findall(r"[\d.]+ ± [\d.]+", said.partition("\n##")[0])
+    assert found == [cells["accuracy %"] for cells in rows]
+    best = float(found[-1].split()[0])
+    assert all(mean_of(page, CIFAR10_TUNED, name) < best for name in GAINERS)
+    significant = {n: row(page, CIFAR10, n)["p (Holm)"] for n in (*RANDOM, "m-ARWP, one batch")}
+    assert all(float(significant[name]) > 0.05 for name in RANDOM)
+    assert float(significant["m-ARWP, one batch"]) <= 0.05
+
+
+def test_the_advice_on_choosing_is_what_the_committed_page_says():
+    page, advice = committed("docs/evidence/cifar10.md"), words("docs/choosing.md")
+    sgd, longer = (mean_of(page, CIFAR10, name) for name in ("SGD", "SGD, steps doubled"))
+    assert f"from {sgd:.1f} to {longer:.1f} %" in advice
+    assert f"on validation data, to {mean_of(page, CIFAR10_TUNED, 'SGD'):.1f};" in advice
+    means = [mean_of(page, CIFAR10, method) for method in GAINERS]
+    assert f"means of {min(means):.1f} to {max(means):.1f} (n = 5)" in advice
+    usual, tuned = (each.replace("**", "**Minima: ", 1) for each in (CIFAR10, CIFAR10_TUNED))
+    sharp = [mean_of(page, usual, method, "largest eigenvalue") for method in GAINERS]
+    against = mean_of(page, usual, "SGD", "largest eigenvalue")
+    assert f"({min(sharp):.0f} to {max(sharp):.0f} against {against:.0f})" in advice
+    assert f"({mean_of(page, tuned, 'SGD', 'largest eigenvalue'):.0f})" in advice
+    gains = [
+        row(committed("docs/evidence.md"), "All gains", f"Digits ({net}, 20 % label noise)")
+        for net in ("MLP", "small ResNet")
+    ]
+    noisy = [float(cells[method].strip("*")) for cells in gains for method in RANDOM]
+    assert f"{min(noisy):.1f} to {max(noisy):.1f} points at their defaults" in advice
+
+
+def test_where_the_default_fails_is_said_with_the_pages_numbers():
+    page = committed("docs/evidence/fashion.md")
+    assert {row(page, CONV, name)["n"] for name in ("SGD", *GAINERS)} == {"10"}
+    means = {name: mean_of(page, CONV, name) for name in ("SGD", *GAINERS)}
+    noisy = [f"{name} {means[name]:.1f}" for name in RANDOM]
+    said = f"SGD has {means['SGD']:.1f} %, {', '.join(noisy[:-1])} and {noisy[-1]}"
+    assert said in words("docs/choosing.md")
+    lost = [means["SGD"] - means[name] for name in RANDOM]
+    said = f"costs RWP, ARWP and the mixed methods {min(lost):.1f} to {max(lost):.1f} points"
+    assert said in words("README.md")
+    digits = committed("docs/evidence/digits.md")
+    clean = "**small ResNet, clean labels, default strengths**"
+    base, *mixed = (mean_of(digits, clean, name) for name in ("SGD", "m-RWP", "m-ARWP"))
+    lost = [f"{base - mean:.1f}" for mean in mixed]
+    said = f"m-RWP and m-ARWP cost a small ResNet {lost[0]} and {lost[1]} points (n = 10"
+    assert said in words("docs/choosing.md")
+
+
+def test_the_equal_footing_is_the_decay_that_the_committed_trials_chose():
+    chosen = make_plan(STUDIES["cifar10"], Evidence(ROOT / "evidence", "cifar10")).choices
+    (setting,) = STUDIES["cifar10-decay"].settings
+    assert chosen["resnet18"]["sgd"].spec.fields == {"weight_decay": setting.config.weight_decay}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_committed_line_belongs_to_its_study_once(name):
+    evidence = Evidence(ROOT / "evidence", name)
+    plan = make_plan(STUDIES[name], evidence)
+    assert evidence.lines.keys() <= {entry.run for entry in plan.entries}
+    whole, cut = evidence._read()
+    assert (len(whole), cut) == (len(evidence.lines), b"")

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
 ASKS = "_step_supports_amp_scaling"
-HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_forward_pre_hooks")
+HOOKS = (
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+    *("_forward_pre_hooks", "_forward_hooks"),
+)
 
 
 class Call:
@@ -71,12 +74,12 @@ class State:
 class Hook:
     """A hook of ours in a module's own tables, to be known by."""
 
-    def __init__(self, hooks: Hooks, name: str) -> None:
-        self._hooks, self._name = hooks, name
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner, self._name = owner, name
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        getattr(self._hooks, self._name)(*args, **kwargs)
+        getattr(self._owner, self._name)(*args, **kwargs)
 
 
 def _bare(hook: Any) -> Any:

@@ -73,8 +73,14 @@ def same_training(found, expected):
 
 @pytest.mark.parametrize(
     ("method", "accumulate", "clip"),
-    [(ARWP, 1, 0.05), (ARWP, 3, None), (M_ARWP, 2, 0.05), (steppe.sam(0.1), 1, None)],
-    ids=["arwp", "arwp accumulating", "m_arwp", "sam"],
+    [
+        (ARWP, 1, 0.05),
+        (ARWP, 3, None),
+        (M_ARWP, 2, 0.05),
+        (steppe.sam(0.1), 1, None),
+        (steppe.rwp(rise=0.5), 2, 0.05),
+    ],
+    ids=["arwp", "arwp accumulating", "m_arwp", "sam", "rise"],
 )
 def test_prepare_then_attach_equals_a_loop_by_hand(method, accumulate, clip):
     found = train(method, accumulate=accumulate, clip=clip)

@@ -112,6 +112,8 @@ def same_training(perturb, module, perturber, model):
         (M_ARWP, 2),
         (steppe.lpf_sgd(0.05, samples=3), 3),
         (steppe.sam(0.1), 1),
+        (steppe.rwp(rise=0.5), 2),
+        (steppe.sam(rise=0.5), 1),
         (steppe.sam(0.1), 2),
         (steppe.asam(0.5), 1),
         (steppe.m_arwp(0.05, eta=5.0, same_batch=True), 1),

@@ -158,8 +158,9 @@ def state_of(perturber):
         (ARWP, 3, None),
         (M_ARWP, 2, 0.01),
         (steppe.lpf_sgd(0.05, samples=3), 3, None),
+        (steppe.rwp(rise=0.5), 2, 0.01),
     ],
-    ids=["arwp", "arwp accumulating", "m_arwp", "lpf_sgd"],
+    ids=["arwp", "arwp accumulating", "m_arwp", "lpf_sgd", "rise"],
 )
 def test_equals_a_loop_by_hand(kind, method, accumulate, clip, tmp_path):
     new, data = (language_model, sentences()) if kind == "text" else (vision_model, pictures())

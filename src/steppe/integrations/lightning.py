@@ -11,10 +11,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from steppe.attaching import attach
 from steppe.integrations.loops import (
@@ -23,6 +25,7 @@ from steppe.integrations.loops import (
     fill_in_length,
     named,
 )
+from steppe.intercept import Hook
 from steppe.methods import Method
 from steppe.passes import Run
 from steppe.perturber import Perturber
@@ -97,9 +100,12 @@ class Perturb(Callback):
             method = fill_in_length(method, trainer.estimated_stepping_batches, ask)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._step = Step(trainer.strategy)
+        loop = LOOP
+        if method.steered:
+            loop = replace(LOOP, outputs=self._step.watch_outputs())
         optimizer = trainer.optimizers[0]
         self.perturber = attach(
-            self._step, optimizer, method, scaler=scaler, loop=LOOP, **self.options
+            self._step, optimizer, method, scaler=scaler, loop=loop, **self.options
         )
         accumulated = trainer.accumulate_grad_batches
         check_accumulation(self.perturber, accumulated, "Trainer(accumulate_grad_batches={})")
@@ -137,6 +143,7 @@ class Perturb(Callback):
         if self.perturber is not None and self._undo is not None:
             self._put_back()
             self._undo()
+            self._step.let_go()
             self.perturber.detach()
             self._saved = self.perturber.state_dict()
         self._undo = None
@@ -228,12 +235,39 @@ class Step(nn.Module):
         if strategy.model is not strategy.lightning_module:
             self.wrapper = strategy.model
         self._run = strategy.training_step
+        self._handles: list[Any] = []
+        self._depth, self._last = 0, None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._depth, self._last = 0, None
         output = self._run(*args, **kwargs)
         if output is None:
             raise Skipped
         return output
+
+    def watch_outputs(self) -> Callable[[Any], Any]:
+        """A training step returns its loss alone: what that pulls on is the output of the last part
+        of the module that it called, if it is not a loss too."""
+        for part in self.module.children():
+            self._handles += [
+                part.register_forward_pre_hook(Hook(self, "before_part")),
+                part.register_forward_hook(Hook(self, "after_part")),
+            ]
+        return lambda loss: loss if self._last is None else self._last
+
+    def before_part(self, *_: Any) -> None:
+        self._depth += 1
+
+    def after_part(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._depth -= 1
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        if self._depth == 0 and any(t.numel() > 1 and t.requires_grad for t in tensors):
+            self._last = output
+
+    def let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._last = [], None
 
 
 @contextmanager

@@ -24,12 +24,14 @@ METHODS = (
 PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
 """The six methods of the paper's tables."""
 
-STRENGTHS = ("sigma", "ratio", "rho")
+STRENGTHS = ("sigma", "ratio", "rho", "rise")
 SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
     "cosine": lambda end: steppe.cosine_increase(0, end),
     "linear": lambda end: steppe.linear(0, end),
     "constant": lambda end: steppe.constant(end),
 }
+RAMPED = "ramped"
+"""A rise as a number: `steppe.strength` lets it in as the net learns."""
 INCREASING = ("rwp", "arwp")
 """Methods whose strength rises over training in the paper, and so by default here."""
 
@@ -90,11 +92,10 @@ class Spec:
 
     @property
     def shape(self) -> str:
-        """How the strength goes over training: cosine, linear or constant."""
-        chosen = str(
-            self.options.get("schedule", "cosine" if self.name in INCREASING else "constant")
-        )
-        if chosen not in SCHEDULES:
+        """How the strength goes over training: cosine, linear or constant; a rise ramps itself."""
+        usual = "cosine" if self.name in INCREASING else "constant"
+        chosen = str(self.options.get("schedule", RAMPED if "rise" in self.options else usual))
+        if chosen not in SCHEDULES and chosen != RAMPED:
             raise unknown("strength schedule", chosen, SCHEDULES)
         return chosen
 
@@ -102,7 +103,8 @@ class Spec:
         """The method for a training of so many optimizer steps, its default strength for `model`."""
         method = self._make(self.options)  # checks the values
         strength = self.strength_for(model)
-        if strength is None or self.shape == "constant":
+        fixed = self.shape == RAMPED or (self.shape == "constant" and "rise" not in self.options)
+        if strength is None or fixed:
             return method if model is None else method.for_model(model)
         kind, value = strength
         return self._make({**self.options, kind: SCHEDULES[self.shape](value)}).with_steps(steps)
@@ -195,10 +197,15 @@ def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
         value = values.get(key, getattr(noisy.perturbation, key, None))
         if value == parameter.default or (key in STRENGTHS and method.defaults is not None):
             continue
+        usual = {"eta": 0.1, "rho": {"sam": 0.05, "asam": 0.5}.get(name)}.get(key)
+        if parameter.default is None and value == usual:
+            continue  # what None stands for
         exact[key] = value
         if key in STRENGTHS:
             value, shape = _strength_and_shape(value)
-            if shape != Spec(name).shape:
+            if key == "rise" and not callable(exact[key]):
+                shape = RAMPED
+            if shape != Spec(name, {key: value}).shape:
                 written["schedule"] = shape
         written[key] = value
     strength_first = dict(sorted(written.items(), key=lambda item: item[0] not in STRENGTHS))

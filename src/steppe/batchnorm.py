@@ -34,6 +34,11 @@ class FrozenStatistics:
         self._frozen = []
 
 
+def tracked_norms(model: nn.Module) -> list[_NormBase]:
+    """The normalisation layers that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+
 @torch.no_grad()
 def recompute_norm_stats(
     model: nn.Module, batches: Iterable[Any], *, call: Callable[[Any], Any] | None = None
@@ -49,7 +54,7 @@ def recompute_norm_stats(
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         >>> recompute_norm_stats(net, [(torch.randn(32, 4), None)])
     """
-    layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    layers = tracked_norms(model)
     if not layers:
         return
     modes = {module: module.training for module in model.modules()}
@@ -58,7 +63,7 @@ def recompute_norm_stats(
     try:
         model.eval()
         for batch in batches:
-            if (size := _batch_size(batch)) == 0:
+            if (size := batch_size(batch)) == 0:
                 continue
             seen += size
             for layer in layers:
@@ -83,7 +88,8 @@ def _run(model: nn.Module, batch: Any) -> None:
         model(batch[0] if isinstance(batch, list | tuple) else batch)
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size(batch: Any) -> int:
+    """How many samples a batch holds: the length of its first tensor."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]

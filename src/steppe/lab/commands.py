@@ -176,6 +176,8 @@ class Compare:
     tuning: Tune = field(default_factory=Tune)
     like: Path | None = None
     """Take the methods and their strengths from an earlier comparison (its --out FILE.json)."""
+    robustness: bool = True
+    """Also measure the models after rounding to 4 and 3 bits and pruning of 50 and 80 %."""
     running: OmitArgPrefixes[Running] = field(default_factory=Running)
     settings: OmitArgPrefixes[Config] = field(default_factory=Config)
 
@@ -189,6 +191,7 @@ class Compare:
             seeds=self.seeds,
             config=self.settings,
             tune=self.tuning if self.tune else False,
+            robustness=self.robustness,
             **self.running.arguments(self.settings),
         )
         self.running.deliver(result)

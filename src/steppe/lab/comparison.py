@@ -10,18 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from steppe.lab.compression import with_compression
 from steppe.lab.config import Config
 from steppe.lab.data import Data
 from steppe.lab.engines import Engine, chosen
 from steppe.lab.errors import LabError
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import ModelFn, Sources
+from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.sentences import comparison_numbers, comparison_sentence, comparison_table
 from steppe.lab.specs import PAPER, Spec, label, parse
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from steppe.lab.tables import Format
+from steppe.lab.survival import survival_columns, survival_sentence, survival_table
+from steppe.lab.tables import Format, Table
 from steppe.lab.tasks import Task
 from steppe.lab.tuning import Choice, Tune, tune_all
 
@@ -104,12 +107,16 @@ class Comparison:
     def table(self, form: Format = "text") -> str:
         """The table as text or Markdown; as CSV, with plain numbers."""
         if form == "csv":
-            return comparison_numbers(self).csv()
-        return comparison_table(self).render(form)
+            return comparison_numbers(self, *survival_columns(self)).csv()
+        return "\n\n".join(table.render(form) for table in self._tables())
 
     def sentence(self) -> str:
         """Which methods differ from the baseline, and which do not, in plain words."""
-        return comparison_sentence(self)
+        return " ".join(filter(None, [comparison_sentence(self), survival_sentence(self)]))
+
+    def _tables(self) -> list[Table]:
+        compressed = survival_table(self)
+        return [comparison_table(self), *([] if compressed is None else [compressed])]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -144,7 +151,7 @@ class Comparison:
         }
 
     def _repr_html_(self) -> str:
-        return comparison_table(self).html()
+        return "".join(table.html() for table in self._tables())
 
 
 def compare(
@@ -159,6 +166,7 @@ def compare(
     store: str | Path | None = DEFAULT_STORE,
     jobs: int | None = None,
     engine: Engine | Literal["local", "ray"] = "local",
+    robustness: bool = True,
     progress: bool | None = None,
 ) -> Comparison:
     """Train all methods on all seeds, each seed from the same weights and data order, and compare.
@@ -171,6 +179,9 @@ def compare(
     Each run has `config.threads` threads (default 1). With `jobs=N`, N runs go side by side in
     processes that share torch's threads where the config has no number. `engine="ray"`, or a
     `steppe.lab.ray_engine.Ray` with options, trains them on a Ray cluster.
+
+    With `robustness` (and a `store`, which keeps the models) every model is also measured after
+    rounding to 4 and 3 bits and after pruning of 50 and 80 % of its weights.
     """
     place = chosen(engine, jobs)
     config = _with_names(config or Config(), model, data, task, place.threads)
@@ -198,6 +209,9 @@ def compare(
             for choice in choices
         ]
         results = run(work, "comparison")
+    if robustness:
+        quiet = progress is False
+        results = world().from_first(lambda: with_compression(results, sources, quiet=quiet))
     rows = [
         Row(
             spec=str(choice.spec),
@@ -245,8 +259,19 @@ def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]
     return found
 
 
+def distinct_labels(rows: Sequence[Row]) -> list[str]:
+    """The rows' labels, with the strength where several settings of one method stand side by side."""
+    labels = [row.label for row in rows]
+    return [
+        f"{row.label.removesuffix(')')}{', ' if row.label.endswith(')') else ' ('}{row.strength})"
+        if labels.count(row.label) > 1 and row.strength
+        else row.label
+        for row in rows
+    ]
+
+
 def judged(rows: list[Row]) -> tuple[Row, ...]:
-    """The rows with differences to the first, corrected over all of them, and costs."""
+    """The rows with distinct labels, differences to the first, corrected over all, and costs."""
     base = rows[0]
     together = Comparison(Config(), (), tuple(rows))
     better_up = base.results[0].higher_is_better
@@ -254,9 +279,8 @@ def judged(rows: list[Row]) -> tuple[Row, ...]:
         [together.paired(row.spec, base.spec) for row in rows[1:]], higher_is_better=better_up
     )
     judged = []
-    for row, difference in zip(rows, [None, *differences], strict=True):
+    found = zip(rows, distinct_labels(rows), [None, *differences], strict=True)
+    for row, name, difference in found:
         cost = costs(row.results, base.results)
-        judged.append(
-            Row(row.spec, row.label, row.chosen, row.results, row.trials, difference, cost)
-        )
+        judged.append(Row(row.spec, name, row.chosen, row.results, row.trials, difference, cost))
     return tuple(judged)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,11 +15,13 @@ from steppe import analysis
 from steppe.analysis import Cost, Problem, Result, estimate
 from steppe.analysis.problem import BatchNormMode
 from steppe.analysis.radius import passes
+from steppe.analysis.robustness import forwards, standard_changes
+from steppe.batchnorm import tracked_norms
 from steppe.lab.errors import LabError, explained
 from steppe.lab.runs import DEFAULT_STORE, Run
-from steppe.report.analyses import is_stored, perform, problem_of
+from steppe.report.analyses import is_stored, perform, problem_of, recalibration_batches
+from steppe.report.outcomes import described
 from steppe.report.subjects import find_comparison, find_runs
-from steppe.report.svg import shown_within
 
 logger = logging.getLogger("steppe")
 
@@ -57,7 +58,9 @@ class Analysis(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         """The analysis itself."""
 
     @abstractmethod
@@ -95,8 +98,8 @@ class Analysis(ABC):
                 run,
                 self.stem,
                 self.request(),
-                lambda file, problem=problem: self.measure(  # type: ignore[misc]
-                    problem, file, False if self.common.quiet else None
+                lambda file, run=run, problem=problem: self.measure(  # type: ignore[misc]
+                    run, problem, file, False if self.common.quiet else None
                 ),
             )
             logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
@@ -146,7 +149,9 @@ class LandscapeOf(Analysis):
     def cost(self, problem: Problem) -> Cost:
         return estimate(problem, forwards=self.n**2)
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return analysis.landscape(
             problem, self.n, self.span, self.directions, checkpoint=checkpoint, progress=progress
         )
@@ -167,7 +172,9 @@ class SpectrumOf(Analysis):
     def cost(self, problem: Problem) -> Cost:
         return estimate(problem, products=min(self.steps, problem.size) * self.probes)
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return analysis.spectrum(
             problem,
             self.steps,
@@ -202,7 +209,9 @@ class RadiusOf(Analysis):
         each = passes(self.kinds, min(self.directions, problem.size), self.steps)
         return estimate(problem, forwards=max(1, each * len(self.radii)))
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return analysis.perturbation_curve(
             problem,
             self.radii,
@@ -245,7 +254,9 @@ class SharpnessOf(Analysis):
         forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
         return estimate(problem, forwards=forwards)
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return analysis.sharpness(
             problem,
             self.rho,
@@ -261,8 +272,43 @@ class SharpnessOf(Analysis):
 
 
 @dataclass(frozen=True)
+class RobustnessOf(Analysis):
+    """What survives rounding, pruning, weight noise and worse inputs, on test data by default."""
+
+    common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
+    draws: int = 4
+    """Draws of noise, each taken with both signs."""
+    recalibration_samples: int = 1024
+    """Augmented training samples that BatchNorm statistics are recomputed from after each change."""
+    include: Literal["matrices", "all"] = "matrices"
+    """Change weights of two or more dimensions without embeddings, or every parameter."""
+    seed: int = 0
+    """Of the noise."""
+    name: ClassVar[str] = "robustness"
+
+    def cost(self, problem: Problem) -> Cost:
+        recalibration = self.recalibration_samples if tracked_norms(problem.model) else 0
+        changes = standard_changes(problem)
+        return estimate(problem, forwards=forwards(problem, changes, self.draws, recalibration))
+
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
+        return analysis.robustness(
+            problem,
+            recalibrate=recalibration_batches(run, self.recalibration_samples),
+            recalibration_samples=self.recalibration_samples,
+            include=self.include,
+            draws=self.draws,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True)
 class Analyze:
-    """Measure landscape, spectrum, radius curve or sharpness of finished runs.
+    """Measure landscape, spectrum, radius curve, sharpness or robustness of finished runs.
 
     Example: steppe analyze landscape digits-arwp-seed0; steppe analyze spectrum FILE.json
     """
@@ -273,37 +319,12 @@ class Analyze:
             | Annotated[SpectrumOf, tyro.conf.subcommand("spectrum")]
             | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
             | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
+            | Annotated[RobustnessOf, tyro.conf.subcommand("robustness")]
         ]
     ]
 
     def run(self) -> None:
         self.what.run()
-
-
-def described(result: Result) -> str:
-    """The outcome in a few words."""
-    match result:
-        case analysis.Landscape():
-            finite = result.loss[result.loss.isfinite()]
-            top = float(finite.max()) if len(finite) else math.nan
-            holes = f", {result.holes} not finite" if result.holes else ""
-            return f"loss {result.centre:.4g} at the centre, up to {top:.4g}{holes}"
-        case analysis.Spectrum():
-            return (
-                f"largest eigenvalue {shown_within(result.largest, result.largest_residual)}, "
-                f"trace {result.trace:.4g} ± {result.trace_error:.1g}"
-            )
-        case analysis.RadiusCurve():
-            last = ", ".join(
-                f"{kind} {loss:.4g}"
-                for kind, loss in zip(result.kinds, result.loss[:, -1].tolist(), strict=True)
-            )
-            return f"loss {result.base:.4g}; at radius {float(result.radii[-1]):g}: {last}"
-        case analysis.Sharpness():
-            return (
-                f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
-            )
-    return type(result).__name__
 
 
 def _of_comparison(name: str, store: Path, seeds: int) -> list[Run]:

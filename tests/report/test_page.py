@@ -83,7 +83,7 @@ def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
     assert section.count("<figure>") == 8
     assert "Measured on 48 samples" in section
     stored = [list(by_seed.values()) for by_seed in gathered.every("robustness").values()]
-    assert [len(results) for results in stored] == [2] * 4
+    assert [len(results) for results in stored] == [2] * 3
     place = stored[0][0].place(Pruning(0.9))
     mean = 50 * sum(float(result.accuracy[0, place]) for result in stored[0])
     assert f"SGD: {shown(mean)} ± " in section

@@ -16,9 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 DEMO := runs/demo
-ANALYSES := landscape spectrum radius sharpness
+ANALYSES := landscape spectrum radius sharpness robustness
 landscape_options := --n 25
 radius_options := --directions 8
+robustness_options := --seeds 5 --draws 2
 TUNING := --tune --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
 demo: $(STAMP)  ## compare the paper's six methods on digits, look at their minima, write a page about it
@@ -27,7 +28,7 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, look at their mini
 	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
 	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
 		--store $(DEMO) --out $(DEMO)/clean.json
-	@echo; echo "How flat are the minima? Landscape, spectrum, radius and sharpness of one run a method:"; echo
+	@echo; echo "How flat are the minima, and what do they bear? Landscape, spectrum, radius, sharpness, robustness:"; echo
 	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)
 	@echo
 	$(BIN)/steppe report $(DEMO)/noisy.json --store $(DEMO) --out $(DEMO)/report.html

@@ -160,13 +160,16 @@ def test_compare_writes_every_form(capsys, tmp_path):
     assert "6 runs in runs (`steppe runs` lists them)\nnext: steppe report a/b.json -o" in said
     content = json.loads((tmp_path / "a/b.json").read_text())
     assert [row["spec"] for row in content["rows"]] == ["sgd", "sam:rho=0.2", "sgd:lr=0.01"]
-    assert (tmp_path / "b.md").read_text().count("|---|") == 1
+    assert (tmp_path / "b.md").read_text().count("|---|") == 2  # as trained, and compressed
+    assert "measuring 6 models after rounding and pruning" in said
     assert (tmp_path / "b.csv").read_text().startswith("method,spec,")
     arguments = ["compare", "--like", "a/b.json", "--recipe", "digits-clean", "--seeds", "1"]
-    liked, _ = steppe_says(capsys, *arguments, "--jobs", "1", *QUICK, "--format", "json", "-q")
+    arguments += ["--no-robustness", "--format", "json", "-q"]
+    liked, _ = steppe_says(capsys, *arguments, "--jobs", "1", *QUICK)
     rows = json.loads(liked)["rows"]
     assert [row["spec"] for row in rows] == ["sgd", "sam:rho=0.2", "sgd:lr=0.01"]
     assert rows[0]["runs"][0]["config"]["label_noise"] == 0
+    assert rows[0]["runs"][0]["compressed"] == {}
 
 
 def test_compare_says_what_to_do_next_without_a_file(capsys):

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TESTED_ELSEWHERE = {"analysis.md", "data.md"}
 """Pages whose tests also look at what their blocks print and write."""
+SLOW = {"integrations", "compression"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -21,7 +22,7 @@ def blocks(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(p, marks=pytest.mark.slow if p.stem == "integrations" else (), id=p.name)
+        pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.name)
         for p in PAGES
         if blocks(p) and p.name not in TESTED_ELSEWHERE
     ],

@@ -21,7 +21,7 @@ class FrozenStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tracking = [module for module in tracked(model) if module.training]
+        tracking = [module for module in tracked_norms(model) if module.training]
         self._put_away = {m: dict(m._buffers) for m in tracking if isinstance(m, _InstanceNorm)}
         self._frozen = [m for m in tracking if m not in self._put_away]
         for module in self._frozen:
@@ -42,7 +42,7 @@ class FollowingStatistics:
     they fit from the first such step on."""
 
     def __init__(self, model: nn.Module, seen: int) -> None:
-        self._momenta = [(m, m.momentum) for m in tracked(model) if m.momentum is not None]
+        self._momenta = [(m, m.momentum) for m in tracked_norms(model) if m.momentum is not None]
         for module, momentum in self._momenta:
             module.momentum = max(momentum, 1 / (seen + 1))
 
@@ -52,8 +52,8 @@ class FollowingStatistics:
         self._momenta = []
 
 
-def tracked(model: nn.Module) -> list[_NormBase]:
-    """The normalisation layers with running statistics."""
+def tracked_norms(model: nn.Module) -> list[_NormBase]:
+    """The normalisation layers that keep running statistics."""
     return [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
@@ -72,7 +72,7 @@ def recompute_norm_stats(
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         >>> recompute_norm_stats(net, [(torch.randn(32, 4), None)])
     """
-    layers = tracked(model)
+    layers = tracked_norms(model)
     if not layers:
         return
     modes = {module: module.training for module in model.modules()}
@@ -81,7 +81,7 @@ def recompute_norm_stats(
     try:
         model.eval()
         for batch in batches:
-            if (size := _batch_size(batch)) == 0:
+            if (size := batch_size(batch)) == 0:
                 continue
             seen += size
             for layer in layers:
@@ -106,7 +106,8 @@ def _run(model: nn.Module, batch: Any) -> None:
         model(batch[0] if isinstance(batch, list | tuple) else batch)
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size(batch: Any) -> int:
+    """How many samples a batch holds: the length of its first tensor."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]

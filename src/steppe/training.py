@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from steppe.batchnorm import FollowingStatistics, FrozenStatistics, tracked
+from steppe.batchnorm import FollowingStatistics, FrozenStatistics, tracked_norms
 from steppe.distributed import Ranks
 from steppe.history import History
 from steppe.leaves import Leaves
@@ -70,7 +70,7 @@ class Training:
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
         self.several = len(method.passes) > 1
-        self.rests = method.steered and not method.has_clean_pass and bool(tracked(model))
+        self.rests = method.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
         those gathered at perturbed weights do not fit the true ones."""
         self.divisor = 1.0

@@ -13,12 +13,12 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     made = {path.name for path in tmp_path.iterdir()}
     assert "landscape.png" in made
-    for stem in ("spectrum", "radius", "tradeoff"):
+    for stem in ("spectrum", "radius", "robustness", "tradeoff"):
         assert {f"{stem}.png", f"{stem}.svg"} <= made
     assert "Landscape eval" in capsys.readouterr().out

@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from steppe.analysis import Problem, interpolate, landscape, perturbation_curve, spectrum
+from steppe.analysis import (
+    Problem,
+    Pruning,
+    Rounding,
+    TwoOfFour,
+    interpolate,
+    landscape,
+    perturbation_curve,
+    robustness,
+    spectrum,
+)
 
 from .known import quadratic, rotated, settled_net
 
@@ -124,3 +134,26 @@ def test_bad_input_is_named(surfaces, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(ImportError, match=r"pip install 'steppe\[report\]'"):
         figures.landscape_figure(surfaces)
+
+
+def test_robustness_has_a_line_a_name_and_intervals_over_seeds(problems, tmp_path):
+    changes = [Rounding(8), Rounding(2), Pruning(0.5), TwoOfFour()]
+    sgd, rwp = (robustness(problem, changes) for problem in problems.values())
+    figure = written(figures.robustness_figure({"SGD": [sgd, rwp], "RWP": rwp}), tmp_path)
+    bits, pruned = figure.axes
+    assert (bits.get_title(), pruned.get_title()) == (
+        "bits, per filter",
+        "share pruned, per tensor",
+    )
+    assert bits.xaxis_inverted()
+    both, alone = pruned.containers
+    assert both.get_label() == "SGD"
+    (start, half), (_, end) = both[0].get_xydata(), alone[0].get_xydata()
+    assert (start[0], half[0]) == (0, 0.5)  # the unchanged model, and half pruned
+    mean = 50 * (sgd.accuracy[0, 3] + rwp.accuracy[0, 3]).item()
+    assert half[1] == pytest.approx(mean)
+    assert end[1] == pytest.approx(100 * rwp.accuracy[0, 3].item())
+    with pytest.raises(ValueError, match="not measured alike"):
+        figures.robustness_figure({"SGD": [sgd, robustness(problems["RWP"], changes[:1])]})
+    with pytest.raises(ValueError, match="no change was measured at two sizes"):
+        figures.robustness_figure(robustness(problems["RWP"], [TwoOfFour()]))

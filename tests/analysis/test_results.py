@@ -18,6 +18,7 @@ from steppe.analysis import (
     interpolate,
     landscape,
     perturbation_curve,
+    robustness,
     sharpness,
     spectrum,
     top_eigs,
@@ -35,6 +36,7 @@ LONG = {
     "radius": lambda p, **o: perturbation_curve(p, [0.1, 0.2], batch=5, directions=3, steps=2, **o),
     "interpolate": lambda p, **o: interpolate(p, settled_net("conv", seed=1)[0], n=9, **o),
     "worst": lambda p, **o: sharpness(p, m=1, steps=1, **o),
+    "robustness": lambda p, **o: robustness(p, draws=1, recalibrate=[p.data[0]], **o),
     "average": lambda p, **o: sharpness(p, case="average", m=5, draws=9, **o),
 }
 

@@ -12,6 +12,8 @@ from torch import nn
 from steppe.lab import Comparison, Config, LabError, Tune, compare, engines
 from steppe.lab.comparison import costs
 from steppe.lab.data import wrap
+from steppe.lab.sentences import comparison_sentence
+from steppe.lab.survival import survival_sentence
 from steppe.lab.tuning import Choice, _beyond
 
 TINY = Config(steps=20, batch=64, train_size=200, label_noise=0.2, data_seed=None, eval_every=0)
@@ -76,7 +78,9 @@ def test_every_form_of_the_table_says_the_same(result):
         assert f"{mean:.2f}" in markdown
         assert row.label in result._repr_html_()
     assert "20% of the training labels replaced at random" in text
-    assert result.sentence() in text
+    for sentence in (comparison_sentence(result), survival_sentence(result)):
+        assert sentence in text
+        assert sentence in result.sentence()
     content = json.loads(json.dumps(result.to_dict()))
     assert content["rows"][1]["difference"]["n"] == 5
     assert content["rows"][1]["runs"][0]["config"]["method"] == "sam:rho=0.2"

@@ -30,6 +30,8 @@ def lab(tmp_path_factory):
             radii = ["--radii", ".1", "1", "--batch", "24", "--directions", "2", "--steps", "2"]
             assert run(["analyze", "radius", *small, *radii]) == 0
             assert run(["analyze", "sharpness", *small, "--steps", "2"]) == 0
+            both = [f"digits-{method}-seed?-*", "--samples", "48", "-q"]
+            assert run(["analyze", "robustness", *both, "--draws", "2"]) == 0
     finally:
         os.chdir(before)
     return folder

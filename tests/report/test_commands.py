@@ -96,6 +96,18 @@ def test_a_comparison_names_one_run_of_each_method(capsys, in_lab):
         file.with_suffix(".json").unlink()
 
 
+def test_robustness_is_measured_on_test_data_beside_training_batches(capsys, in_lab):
+    stored = Result.load(a_run("sam").folder / "analysis" / "robustness.npz")
+    test = problem_of(a_run("sam"), samples=48, split="test")
+    assert stored.origin["data_hash"] == test.describe()["data_hash"]
+    assert stored.statistics == ("as is",)  # the net has no BatchNorm
+    said = says(capsys, "analyze", "robustness", a_run("sam").name, "--samples", "30")
+    assert re.search(r"accuracy [\d.]+, 4 bits [\d.]+, 3 bits [\d.]+, 80 % pruned", said)
+    says(capsys, "analyze", "robustness", a_run("sam").name, "--samples", "48", "--draws", "2")
+    wrong = ["analyze", "robustness", a_run("sam").name, "--bn", "recalibrate"]
+    assert "are not those of training" in says(capsys, *wrong, code=2)
+
+
 def test_the_problem_is_the_trained_model_on_fixed_samples(in_lab):
     found = a_run()
     whole = problem_of(found, samples=10_000)

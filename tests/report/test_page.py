@@ -8,14 +8,15 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from steppe.analysis import Result
+from steppe.analysis import Pruning, Result
 from steppe.lab.runs import Run
 from steppe.report import minima
 from steppe.report.gathered import Gathered
 from steppe.report.maps import contour, grid_of, heights_of
 from steppe.report.page import page
+from steppe.report.robustness import _charts
 from steppe.report.subjects import compared, find_comparison, find_results
-from steppe.report.svg import Scale, scale_for
+from steppe.report.svg import Scale, scale_for, shown
 
 EVIL = "<script>alert(1)</script>\"'&"
 VOID = {"meta"}
@@ -54,7 +55,7 @@ def gathered(in_lab):
 def test_every_section_is_there_and_the_markup_is_sound(gathered):
     checked = Checker(page(gathered))
     keys = [a["id"] for tag, a in checked.found if tag == "section"]
-    assert keys == ["result", "accuracy", "convergence", "cost", "landscapes", "spectra", "radius", "sharpness", "provenance"]  # fmt: skip
+    assert keys == ["result", "accuracy", "convergence", "cost", "robustness", "landscapes", "spectra", "radius", "sharpness", "provenance"]  # fmt: skip
     assert checked.count("canvas") == 3
     ids = [a["id"] for _, a in checked.found if "id" in a]
     assert len(ids) == len(set(ids))
@@ -71,6 +72,29 @@ def test_the_table_and_the_sentence_are_the_comparisons_own(gathered):
         assert row.results[0].config.method in words
     assert torch.__version__ in words
     assert gathered.rows[0].results[0].folder.name in words
+
+
+def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
+    made = page(gathered)
+    words = " ".join(Checker(made).words)
+    assert "Test accuracy after compression, and the difference to SGD [interval]" in words
+    section = made[made.index('id="robustness"') : made.index('id="landscapes"')]
+    # Rounding and pruning in two ways, noise on weights and inputs, blur and contrast.
+    assert section.count("<figure>") == 8
+    assert "Measured on 48 samples" in section
+    stored = [list(by_seed.values()) for by_seed in gathered.every("robustness").values()]
+    assert [len(results) for results in stored] == [2] * 3
+    place = stored[0][0].place(Pruning(0.9))
+    mean = 50 * sum(float(result.accuracy[0, place]) for result in stored[0])
+    assert f"SGD: {shown(mean)} ± " in section
+    assert "Mean over 2 runs a method" in section
+    assert "Largest ratio of weight noise" in section
+
+
+def test_robustness_not_measured_alike_is_not_drawn(gathered):
+    results = list(gathered.every("robustness")[0].values())
+    other = dataclasses.replace(results[1], origin={**results[1].origin, "samples": 1})
+    assert "not measured alike" in _charts(gathered, {0: results, 1: [other]})
 
 
 def test_the_page_asks_for_nothing(gathered):
@@ -215,9 +239,9 @@ def test_analyses_of_other_samples_are_told_apart():
     origin = {"samples": 400, "parameters": 10, "bn": "eval", "data_hash": "a"}
     few = {**origin, "samples": 256, "data_hash": "b"}
     same, other = Result(origin=origin), Result(origin=few)
-    assert minima._origin([same, same]) == (
+    assert minima.origin_words([same, same]) == (
         "Measured on 400 samples without augmentation, 10 weights, BatchNorm mode eval."
     )
-    told = minima._origin([same, other])
+    told = minima.origin_words([same, other])
     assert told.startswith("Not measured alike: on 400 samples")
     assert "256 samples" in told

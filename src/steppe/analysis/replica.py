@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,15 +81,27 @@ class Replica:
                 torch.cuda.manual_seed(index)
             yield self.as_input(x), y.to(self.device)
 
-    def evaluate(self, rows: slice = slice(None)) -> tuple[float, float | None]:
-        """Loss and, where the targets are classes, accuracy at the present weights."""
+    def evaluate(
+        self,
+        rows: slice = slice(None),
+        *,
+        alter: Callable[[Tensor, int], Tensor] | None = None,
+        look: Callable[[Any, Tensor], object] | None = None,
+    ) -> tuple[float, float | None]:
+        """Loss and, where the targets are classes, accuracy at the present weights.
+
+        `alter(x, first)` changes the inputs of a micro-batch that begins with sample `first`;
+        `look(output, y)` sees what the model makes of it.
+        """
         self.refresh_statistics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         hits: Tensor | None = None
         count = 0
         with torch.no_grad():
             for x, y in self.batches(rows):
-                output = self.model(x)
+                output = self.model(x if alter is None else alter(x, count))
+                if look is not None:
+                    look(output, y)
                 total += self.problem.loss(output, y).double() * len(x)
                 count += len(x)
                 right = _hits(output, y)
@@ -159,11 +171,14 @@ def _use_batch_statistics(norms: Sequence[_BatchNorm]) -> None:
 
 
 def _hits(output: Any, y: Tensor) -> Tensor | None:
-    """How many samples (a mean over positions, for sequences) the largest output names rightly."""
+    """How many samples (a mean over positions, for sequences) the largest output names rightly.
+
+    Where an output is not a number, nothing is named.
+    """
     if not isinstance(output, Tensor) or output.ndim < 2 or y.is_floating_point():
         return None
-    guess = output.argmax(1)
+    largest, guess = output.max(1)
     if guess.shape != y.shape:
         return None
-    right = (guess == y).double()
+    right = ((guess == y) & ~largest.isnan()).double()
     return right.flatten(1).mean(1).sum() if right.ndim > 1 else right.sum()

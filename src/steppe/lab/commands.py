@@ -198,6 +198,8 @@ class Compare:
     tuning: Tune = field(default_factory=Tune)
     like: Maybe[Path] = None
     """Take the methods and their strengths from an earlier comparison (its --out FILE.json)."""
+    robustness: bool = True
+    """Also measure the models after rounding to 4 and 3 bits and pruning of 50 and 80 %."""
     running: OmitArgPrefixes[Running] = field(default_factory=Running)
     settings: OmitArgPrefixes[Shared] = field(default_factory=Shared)
 
@@ -213,6 +215,7 @@ class Compare:
             seeds=self.seeds,
             config=self.settings,
             tune=self.tuning if self.tune else False,
+            robustness=self.robustness,
             **self.running.arguments(self.settings),
         )
         self.running.deliver(result)

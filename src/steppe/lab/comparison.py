@@ -10,18 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from steppe.lab.compression import with_compression
 from steppe.lab.config import Config, as_config
 from steppe.lab.engines import Engine, chosen
 from steppe.lab.errors import LabError
 from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import ModelFn, Sources
 from steppe.lab.progress import Progress
+from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.sentences import comparison_numbers, comparison_sentence, comparison_table
 from steppe.lab.specs import PAPER, Spec, as_spec, label
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from steppe.lab.tables import Format, terminal_width
+from steppe.lab.survival import survival_columns, survival_sentence, survival_table
+from steppe.lab.tables import Format, Table, terminal_width
 from steppe.lab.tasks import Task
 from steppe.lab.tuning import Choice, Tune, tune_all
 
@@ -110,8 +113,8 @@ class Comparison:
         """The table as text (in lines of at most `width`, if given) or Markdown; as CSV, bare
         numbers."""
         if form == "csv":
-            return comparison_numbers(self).csv()
-        return comparison_table(self).render(form, width)
+            return comparison_numbers(self, *survival_columns(self)).csv()
+        return "\n\n".join(table.render(form, width) for table in self._tables())
 
     def __str__(self) -> str:
         return self.table(width=terminal_width())
@@ -138,7 +141,11 @@ class Comparison:
 
     def sentence(self) -> str:
         """Which methods differ from the baseline, and which do not, in a sentence."""
-        return comparison_sentence(self)
+        return " ".join(filter(None, [comparison_sentence(self), survival_sentence(self)]))
+
+    def _tables(self) -> list[Table]:
+        compressed = survival_table(self)
+        return [comparison_table(self), *([] if compressed is None else [compressed])]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -173,7 +180,7 @@ class Comparison:
         }
 
     def _repr_html_(self) -> str:
-        return comparison_table(self).html()
+        return "".join(table.html() for table in self._tables())
 
 
 def compare(
@@ -188,6 +195,7 @@ def compare(
     store: str | Path | None = DEFAULT_STORE,
     jobs: int | None = None,
     engine: Engine | Literal["local", "ray"] = "local",
+    robustness: bool = True,
     progress: Progress = None,
 ) -> Comparison:
     """Train all methods on all seeds, each seed from the same weights and data order, and compare.
@@ -207,6 +215,8 @@ def compare(
         jobs: Train this many runs at a time in processes of their own, which share torch's threads
             where the config has no number. By default one after the other, on one thread.
         engine: "ray", or a `steppe.lab.ray_engine.Ray` with options, trains on a Ray cluster.
+        robustness: Measure every model also after rounding to 4 and 3 bits and after pruning of 50
+            and 80 % of its weights (needs a `store`, which keeps the models).
         progress: True or False shows or hides it; a function is called with each `Event`.
     """
     place = chosen(engine, jobs)
@@ -236,6 +246,9 @@ def compare(
             for choice in choices
         ]
         results = run(work, "comparison")
+    if robustness:
+        quiet = progress is False
+        results = world().from_first(lambda: with_compression(results, sources, quiet=quiet))
     rows = [
         Row(
             spec=str(choice.spec),
@@ -283,8 +296,19 @@ def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]
     return found
 
 
+def distinct_labels(rows: Sequence[Row]) -> list[str]:
+    """The rows' labels, with the strength where several settings of one method stand side by side."""
+    labels = [row.label for row in rows]
+    return [
+        f"{row.label.removesuffix(')')}{', ' if row.label.endswith(')') else ' ('}{row.strength})"
+        if labels.count(row.label) > 1 and row.strength
+        else row.label
+        for row in rows
+    ]
+
+
 def judged(rows: list[Row]) -> tuple[Row, ...]:
-    """The rows with differences to the first, corrected over all of them, and costs."""
+    """The rows with distinct labels, differences to the first, corrected over all, and costs."""
     base = rows[0]
     together = Comparison(Config(), (), tuple(rows))
     better_up = base.results[0].higher_is_better
@@ -293,16 +317,7 @@ def judged(rows: list[Row]) -> tuple[Row, ...]:
     )
     return tuple(
         replace(row, label=label, difference=difference, cost=costs(row.results, base.results))
-        for row, label, difference in zip(rows, distinct(rows), [None, *differences], strict=True)
+        for row, label, difference in zip(
+            rows, distinct_labels(rows), [None, *differences], strict=True
+        )
     )
-
-
-def distinct(rows: Sequence[Row]) -> list[str]:
-    """The rows' labels; where a method stands twice, with its strengths."""
-    labels = [row.label for row in rows]
-    return [
-        f"{row.label} ({row.strength})"
-        if labels.count(row.label) > 1 and row.strength
-        else row.label
-        for row in rows
-    ]

@@ -12,6 +12,9 @@ from steppe.lab.errors import LabError
 from steppe.lab.naming import shown_name
 from steppe.lab.runs import Run
 
+Compressed = dict[str, dict[str, dict[str, float]]]
+"""Metrics by BatchNorm's statistics ("as is", "recalibrated") and by change ("4 bits, per filter")."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -36,6 +39,8 @@ class Result:
     """The kind and value of the method's strength, `("ratio", 0.6)`."""
     perturbation: dict[str, float] = field(default_factory=dict)
     """What the perturber did, averaged over the epochs: strength, radius ‖eps‖ …"""
+    compressed: Compressed = field(default_factory=dict)
+    """Test metrics after rounding and pruning, if they were measured."""
     data_note: str = ""
     message: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
@@ -101,4 +106,6 @@ def from_record(content: dict[str, Any], folder: Path | None = None, reused: boo
 def stored(run: Run) -> Result | None:
     """The result of a run in the store, if it has one."""
     content = run.result
-    return None if content is None else from_record(content, run.folder)
+    if content is None:
+        return None
+    return from_record({**content, "compressed": run.compressed}, run.folder)

@@ -6,6 +6,7 @@ metrics.jsonl      one line per epoch
 checkpoints/       the newest few, until the run is finished
 model.pt           the final weights, a plain state dict
 result.json        written last: a run without it is not finished
+compressed.json    metrics after rounding and pruning, once they were asked for
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from steppe.lab.naming import shown_name
 Record = dict[str, Any]
 Status = Literal["finished", "diverged", "unfinished"]
 DEFAULT_STORE = Path("runs")
+COMPRESSED = "compressed.json"
 
 
 class BusyError(LabError):
@@ -65,6 +67,12 @@ class Run:
         """What the run ended with; None while it has not."""
         file = self.folder / "result.json"
         return _read_json(file) if file.exists() else None
+
+    @property
+    def compressed(self) -> Record:
+        """Metrics after compression; empty if nobody asked for them yet."""
+        file = self.folder / COMPRESSED
+        return _read_json(file) if file.exists() else {}
 
     @property
     def status(self) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from steppe.lab.naming import shown_name
@@ -35,13 +36,16 @@ def comparison_table(comparison: Comparison) -> Table:
     return Table(header, rows, _title(comparison), _notes(comparison))
 
 
-def comparison_numbers(comparison: Comparison) -> Table:
-    """The same as numbers, one column each, for programs."""
+def comparison_numbers(
+    comparison: Comparison, further: Sequence[str], values: Mapping[str, Sequence[str]]
+) -> Table:
+    """The same as numbers, one column each, for programs; with further columns by spec."""
     metric = comparison.example.metric
     others = _others(comparison)
     header = (
         *("method", "spec", "strength", "chosen", "trials", "n", f"{metric}_mean", f"{metric}_std"),
         *("difference", "low", "high", "p", "p_holm", "verdict", "gap", *others, "time", "flops"),
+        *further,
     )
     rows = []
     for row in comparison.rows:
@@ -57,6 +61,7 @@ def comparison_numbers(comparison: Comparison) -> Table:
             *(mean_std(row.values("test", name))[0] for name in others),
             row.cost.get("time", ""),
             row.cost["flops"],
+            *values[row.spec],
         )
         rows.append(tuple(str(cell) for cell in cells))
     return Table(header, tuple(rows))
@@ -77,7 +82,7 @@ def _others(comparison: Comparison) -> list[str]:
 
 def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
     metric = comparison.example.metric
-    digits = _digits(comparison)
+    digits = metric_digits(comparison)
     form = f".{digits}f"
     gap, _ = mean_std(row.gaps())
     rest = (mean_std(row.values("test", name))[0] for name in _others(comparison))
@@ -101,7 +106,7 @@ def _short(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.1f}"
 
 
-def _digits(comparison: Comparison) -> int:
+def metric_digits(comparison: Comparison) -> int:
     """Two for metrics in per cent; else enough for three figures of the baseline's spread."""
     if comparison.example.unit:
         return 2
@@ -138,7 +143,7 @@ def _title(comparison: Comparison) -> str:
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:
     environment = comparison.example.environment
-    lines = [comparison.sentence()] if comparison.sentence() else []
+    lines = [sentence] if (sentence := comparison_sentence(comparison)) else []
     lines.append(
         "Final model, mean ± standard deviation over seeds; ↑ higher is better, ↓ lower is better. "
         "Differences are paired by seed, intervals and p-values Holm-corrected over all rows. Gap: "
@@ -167,7 +172,7 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
 def comparison_sentence(comparison: Comparison) -> str:
     """`Over 10 seeds, SAM (+9.21) and RWP (+6.90) are better than SGD in test accuracy; …`"""
     example, base = comparison.example, comparison.baseline
-    digits = _digits(comparison)
+    digits = metric_digits(comparison)
     unit = f" {example.unit}" if example.unit else ""
     groups: dict[str, list[Row]] = {}
     for row in comparison.rows[1:]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from steppe.analysis.calibration import calibration_error
 from steppe.lab.errors import LabError, explained, unknown
 from steppe.lab.naming import user_function
 
@@ -48,21 +48,6 @@ class Task:
     higher_is_better: bool
     summary: Callable[[Columns], dict[str, float]] = means
     unit: str = ""
-
-
-BINS = 15
-
-
-def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error over equal-width bins of confidence (Guo et al., 2017).
-
-    >>> calibration_error(torch.tensor([0.8, 0.8]), torch.tensor([1.0, 0.0]))  # says .8, is .5
-    0.3
-    """
-    index = (confidence.double() * bins).ceil().long().clamp(1, bins) - 1
-    gap = torch.zeros(bins, dtype=torch.float64)
-    gap.index_add_(0, index, confidence.double() - correct.double())
-    return round(float(gap.abs().sum()) / len(confidence), 6)
 
 
 def _class_columns(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

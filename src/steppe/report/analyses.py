@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from steppe.analysis import Problem, Result
 from steppe.analysis.problem import BatchNormMode
 from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
-from steppe.lab.naming import GIVEN
-from steppe.lab.problems import Sources, load_problem
+from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
+from steppe.lab.trained import device, load_trained, training_batches
 
 FOLDER = "analysis"
-KINDS = ("landscape", "spectrum", "radius", "sharpness")
 Request = Mapping[str, Any]
 
 
@@ -54,26 +54,17 @@ def problem_of(
     """
     if samples < 1:
         raise LabError(f"samples must be at least 1, got {samples}.")
-    if run.status == "unfinished":
-        raise LabError(f"{run.name} is not finished: steppe train --resume {run.folder}")
-    if run.status == "diverged":
-        raise LabError(f"{run.name} diverged, so there is no trained model to look at.")
-    config = run.config
-    given = [name for name in (config.data, config.model, config.task or "") if GIVEN in name]
-    if given and sources is None:
-        raise LabError(
-            f"{run.name} used Python objects ({', '.join(given)}), which no file can bring back: "
-            "in Python, steppe.report.analyses.problem_of(run, sources=…) takes them."
-        )
-    with torch.random.fork_rng(devices=[]):
-        whole = load_problem(config.replace(init=None), sources or Sources())
-    with explained(f"the model of {run.name}"):
-        whole.model.load_state_dict(torch.load(run.model_file, weights_only=True))
+    whole = load_trained(run, sources)
     part = whole.data.train if split == "train" else whole.data.test
     order = torch.randperm(len(part), generator=torch.Generator().manual_seed(0))[:samples]
     x, y = next(iter(part.batches([order.sort().values], augment_seed=None)))
     with explained(run.name):
-        return Problem(whole.model.to(_device()), whole.task.loss, (x, y), bn=bn)
+        return Problem(whole.model, whole.task.loss, (x, y), bn=bn)
+
+
+def recalibration_batches(run: Run, samples: int, sources: Sources | None = None) -> list[Tensor]:
+    """Inputs from the run's training pipeline, augmented, to recompute BatchNorm statistics from."""
+    return training_batches(load_trained(run, sources), run.config, samples)
 
 
 def load(run: Run, name: str) -> Stored | None:
@@ -108,7 +99,7 @@ def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result
     about: dict[str, Any] = {
         "request": dict(request),
         "seconds": round(time.perf_counter() - begin, 3),
-        "environment": environment.describe(_device()),
+        "environment": environment.describe(device()),
     }
     target = folder / f"{name}.npz"
     target.unlink(missing_ok=True)  # a stop between the two files leaves no result, not a wrong one
@@ -118,7 +109,3 @@ def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result
     for other in folder.glob(f".{name}-*.npz"):
         other.unlink()
     return Stored(run, result, about["request"], about["seconds"], about["environment"])
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

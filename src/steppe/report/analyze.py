@@ -56,7 +56,9 @@ class Analysis(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         """The analysis itself."""
 
     @abstractmethod
@@ -97,8 +99,8 @@ class Analysis(ABC):
                 run,
                 self.stem,
                 self.request(),
-                lambda file, problem=problem: self.measure(  # type: ignore[misc]
-                    problem, file, False if self.common.quiet else None
+                lambda file, run=run, problem=problem: self.measure(  # type: ignore[misc]
+                    run, problem, file, False if self.common.quiet else None
                 ),
             )
             logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
@@ -168,7 +170,9 @@ class LandscapeOf(Analysis):
     def cost(self, problem: Problem) -> Cost:
         return steppe.analysis.estimate(problem, forwards=self.n**2)
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return steppe.analysis.landscape(
             problem, self.n, self.span, self.directions, checkpoint=checkpoint, progress=progress
         )
@@ -191,7 +195,9 @@ class SpectrumOf(Analysis):
             problem, products=min(self.steps, problem.size) * self.probes
         )
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return steppe.analysis.spectrum(
             problem,
             self.steps,
@@ -228,7 +234,9 @@ class RadiusOf(Analysis):
         each = passes(self.kinds, min(self.directions, problem.size), self.steps)
         return steppe.analysis.estimate(problem, forwards=max(1, each * len(self.radii)))
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return steppe.analysis.perturbation_curve(
             problem,
             self.radii,
@@ -271,7 +279,9 @@ class SharpnessOf(Analysis):
         forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
         return steppe.analysis.estimate(problem, forwards=forwards)
 
-    def measure(self, problem: Problem, checkpoint: Path, progress: bool | None) -> Result:
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
         return steppe.analysis.sharpness(
             problem,
             self.rho,
@@ -287,8 +297,48 @@ class SharpnessOf(Analysis):
 
 
 @dataclass(frozen=True)
+class RobustnessOf(Analysis):
+    """What survives rounding, pruning, weight noise and worse inputs, on test data by default."""
+
+    common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
+    draws: int = 4
+    """Draws of noise, each taken with both signs."""
+    recalibration_samples: int = 1024
+    """Augmented training samples that BatchNorm statistics are recomputed from after each change."""
+    include: Literal["matrices", "all"] = "matrices"
+    """Change weights of two or more dimensions without embeddings, or every parameter."""
+    seed: int = 0
+    """Of the noise."""
+    name: ClassVar[str] = "robustness"
+
+    def cost(self, problem: Problem) -> Cost:
+        from steppe.analysis.robustness import forwards, standard_changes
+        from steppe.batchnorm import tracked_norms
+
+        recalibration = self.recalibration_samples if tracked_norms(problem.model) else 0
+        count = forwards(problem, standard_changes(problem), self.draws, recalibration)
+        return steppe.analysis.estimate(problem, forwards=count)
+
+    def measure(
+        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
+    ) -> Result:
+        from steppe.report.analyses import recalibration_batches
+
+        return steppe.analysis.robustness(
+            problem,
+            recalibrate=recalibration_batches(run, self.recalibration_samples),
+            recalibration_samples=self.recalibration_samples,
+            include=self.include,
+            draws=self.draws,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True)
 class Analyze:
-    """Measure landscape, spectrum, radius curve or sharpness of finished runs.
+    """Measure landscape, spectrum, radius curve, sharpness or robustness of finished runs.
 
     Example: steppe analyze landscape digits-arwp-seed0; steppe analyze spectrum FILE.json
     """
@@ -299,6 +349,7 @@ class Analyze:
             | Annotated[SpectrumOf, tyro.conf.subcommand("spectrum")]
             | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
             | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
+            | Annotated[RobustnessOf, tyro.conf.subcommand("robustness")]
         ]
     ]
 

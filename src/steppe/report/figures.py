@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from steppe import theory
-from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
+from steppe.analysis import Landscape, Line, RadiusCurve, Robustness, Spectrum
 from steppe.report.canvas import (
     COLOURS,
     SURFACE,
@@ -23,11 +23,14 @@ from steppe.report.canvas import (
     panels,
     plain_ticks,
     save_figure,
+    shared_legend,
 )
+from steppe.report.survival import BACKWARDS, Results, grouped, has_accuracy, survival_curves
 
 __all__ = [
     "landscape_figure",
     "radius_figure",
+    "robustness_figure",
     "save_figure",
     "slice_figure",
     "spectrum_figure",
@@ -158,6 +161,43 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
         axes[0].plot([], [], color="grey", linewidth=3, alpha=0.4, label="second order")
     axes[0].legend(frameon=False)
     return figure
+
+
+def robustness_figure(results: Results) -> Figure:
+    """Accuracy (loss where there is none) against the size of each change, one panel a change.
+
+    A line a name, dotted with BatchNorm recalibrated. Several results of one name, one a seed, are
+    their mean with its 95 % interval; the bars of a single one are the spread over draws of noise.
+    """
+    accuracy = has_accuracy(results)
+    lines = [
+        (_line_name(name, statistics, group), number, i, curves)
+        for number, (name, group) in enumerate(grouped(results).items())
+        for i, (statistics, curves) in enumerate(survival_curves(group, accuracy).items())
+    ]
+    shown = list(dict.fromkeys(panel for *_, curves in lines for panel in curves))
+    if not shown:
+        raise ValueError("There is nothing to draw: no change was measured at two sizes.")
+    figure, axes = panels(len(shown), columns=4, width=2.8)
+    for axis, panel in zip(axes, shown, strict=True):
+        for name, number, i, curves in lines:
+            if panel in curves:
+                x, y, bars = zip(*curves[panel], strict=True)
+                style = {"color": COLOURS[number % len(COLOURS)], "linestyle": ":" if i else "-"}
+                axis.errorbar(x, y, yerr=bars, **style, marker="osd"[number % 3], markersize=4,
+                              capsize=2, label=name or None)  # fmt: skip
+        axis.set_title(panel, fontsize="medium")
+        if panel.startswith(BACKWARDS):
+            axis.invert_xaxis()
+    figure.supylabel("accuracy %" if accuracy else "loss", fontsize="medium")
+    if any(name for name, *_ in lines):
+        shared_legend(figure, axes)
+    return figure
+
+
+def _line_name(name: str, statistics: str, group: Sequence[Robustness]) -> str:
+    several = len(group[0].statistics) > 1
+    return ", ".join(filter(None, [name, statistics if several else ""]))
 
 
 def tradeoff_figure(

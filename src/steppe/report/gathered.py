@@ -37,10 +37,24 @@ class Gathered:
                     break
         return found
 
+    def every(self, name: str) -> dict[int, dict[int, Result]]:
+        """An analysis by the number of its row and by seed, of the seeds that all these rows have."""
+        found: dict[int, dict[int, Result]] = {}
+        for index, row in enumerate(self.rows):
+            for result in row.finished:
+                analysis = load(Run(result.folder), name) if result.folder else None
+                if analysis is not None:
+                    found.setdefault(index, {})[result.config.seed] = analysis.result
+        common = set.intersection(*map(set, found.values())) if found else set()
+        return {
+            index: {seed: result for seed, result in results.items() if seed in common}
+            for index, results in found.items()
+        }
+
     @cached_property
     def analyses(self) -> dict[str, dict[int, Stored]]:
         """All stored analyses by name and row."""
-        names = ("landscape", "spectrum", "radius")
+        names = ("landscape", "spectrum", "radius", "robustness")
         cases = ("worst", "average", "worst-adaptive", "average-adaptive")
         found = {name: self.stored(name) for name in (*names, *(f"sharpness-{c}" for c in cases))}
         return {name: rows for name, rows in found.items() if rows}

@@ -73,7 +73,7 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
               f"{'logarithmic ' if heights.log else ''}scale for all:"), class_="note")
         + scale_bar(heights)
         + tag("div", *maps, class_="grid maps")
-        + tag("p", text(_origin(surfaces.values())), class_="note")
+        + tag("p", text(origin_words(surfaces.values())), class_="note")
     )  # fmt: skip
     return Section("landscapes", "Landscapes", body)
 
@@ -124,7 +124,7 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
     header = ("method", "largest eigenvalue", "smallest", "trace ± error", "products", "BatchNorm")
     about = (
         "All on common axes: the narrower, the flatter. The density is smoothed and logarithmic. "
-        + _origin(spectra.values())
+        + origin_words(spectra.values())
     )
     body = columns(charts) + html_table(header, rows) + tag("p", text(about), class_="note")
     return Section("spectra", "Spectra of the Hessian", body)
@@ -149,7 +149,7 @@ def radius_section(gathered: Gathered) -> Section | Absent:
     first = next(iter(curves.values()))
     about = (
         f"Bars: standard errors, over {first.directions} pairs of directions or over batches of "
-        f"{first.batch}. Pale lines: second-order theory. {_origin(curves.values())}"
+        f"{first.batch}. Pale lines: second-order theory. {origin_words(curves.values())}"
     )
     named = [Series(gathered.rows[i].label, i, ()) for i in curves]
     body = legend(named) + columns(charts) + tag("p", text(about), class_="note")
@@ -185,7 +185,9 @@ def sharpness_section(gathered: Gathered) -> Section | Absent:
             one = values.get(index)
             row.append("–" if one is None else f"{shown(one.value)} ± {shown(one.error, 2)}")
     every = [one for values in found.values() for one in values.values()]
-    body = html_table(header, list(cells.values())) + tag("p", text(_origin(every)), class_="note")
+    body = html_table(header, list(cells.values())) + tag(
+        "p", text(origin_words(every)), class_="note"
+    )
     return Section("sharpness", "Sharpness", body)
 
 
@@ -193,7 +195,7 @@ def _of(gathered: Gathered, name: str, kind: type[Any]) -> dict[int, Any]:
     return {row: r for row, r in gathered.results(name).items() if isinstance(r, kind)}
 
 
-def _origin(results: Iterable[Result]) -> str:
+def origin_words(results: Iterable[Result]) -> str:
     """On what they were measured, and a warning where that differs."""
     origins = [result.origin for result in results]
     told = " and ".join(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from steppe import analysis
 from steppe.analysis import Result
 from steppe.report.svg import shown_within
@@ -32,4 +34,25 @@ def described(result: Result) -> str:
             return (
                 f"{result.case} rise {result.value:.4g} ± {result.error:.1g} at rho {result.rho:g}"
             )
+        case analysis.Robustness():
+            return _survived(result)
     return type(result).__name__
+
+
+def _survived(result: analysis.Robustness) -> str:
+    """Accuracy as it is and after the changes that tables show."""
+    metric, scale = result.accuracy, 100.0
+    said = "accuracy"
+    if bool(metric.isnan().all()):
+        metric, scale, said = result.loss, 1.0, "loss"
+    parts = [f"{said} {_each(metric[:, 0], scale)}"]
+    for change in (analysis.Rounding(4), analysis.Rounding(3), analysis.Pruning(0.8)):
+        if (place := result.place(change)) is not None:
+            name = result.labels[place].partition(",")[0]
+            parts.append(f"{name} {_each(metric[:, place], scale)}")
+    several = f" ({' / '.join(result.statistics)})" if len(result.statistics) > 1 else ""
+    return ", ".join(parts) + several
+
+
+def _each(values: Tensor, scale: float) -> str:
+    return " / ".join(f"{scale * value:.4g}" for value in values.tolist())

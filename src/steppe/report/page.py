@@ -18,6 +18,7 @@ from steppe.report.minima import (
     surface_data,
 )
 from steppe.report.provenance import provenance_section
+from steppe.report.robustness import robustness_section
 from steppe.report.sections import (
     Absent,
     Part,
@@ -36,6 +37,7 @@ PARTS: tuple[Part, ...] = (
     accuracy_section,
     convergence_section,
     cost_section,
+    robustness_section,
     landscape_section,
     spectrum_section,
     radius_section,

@@ -15,6 +15,7 @@ from steppe.analysis import (
     Line,
     RadiusCurve,
     Result,
+    Robustness,
     Sharpness,
     Spectrum,
 )
@@ -50,6 +51,7 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
         RadiusCurve: figures.radius_figure,
         Eigenvalues: eigenvalue_figure,
         Sharpness: sharpness_figure,
+        Robustness: figures.robustness_figure,
     }
     (kind,) = kinds
     if kind not in drawers:

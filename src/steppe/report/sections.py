@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from steppe.lab.comparison import Row
-from steppe.lab.sentences import NAMES, comparison_table
+from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
 from steppe.report.charts import Interval, Series, Spot, interval_chart, line_chart, scatter_chart
@@ -39,7 +39,7 @@ def result_section(gathered: Gathered) -> Section:
     """The comparison's table, with its notes."""
     table = comparison_table(gathered.comparison)
     # The sentence stands at the top of the page.
-    notes = [note for note in table.notes if note != gathered.comparison.sentence()]
+    notes = [note for note in table.notes if note != comparison_sentence(gathered.comparison)]
     body = html_table(table.header, table.rows, first="method")
     return Section(
         "result", "Result", body + "".join(tag("p", text(n), class_="note") for n in notes)

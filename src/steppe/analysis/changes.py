@@ -1,0 +1,294 @@
+"""Changes that deployment makes to a model or to what it sees: rounding, pruning, noise, blur.
+
+Each is a rule, a frozen dataclass, with two functions: what becomes of the weights, and what
+becomes of the inputs. Neither writes to what it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import prune
+
+from steppe.analysis.directions import filter_norms
+from steppe.noise import Draw, standard_normal_
+from steppe.perturbations import check_nonnegative
+
+
+@dataclass(frozen=True)
+class Change:
+    """No change; base of the others. `size` is how strong it is, `scheme` how it is applied."""
+
+    kind: ClassVar[str] = "none"
+    random: ClassVar[bool] = False
+    """Whether it differs from draw to draw."""
+
+    @property
+    def size(self) -> float:
+        return 0.0
+
+    @property
+    def scheme(self) -> str:
+        return ""
+
+    def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
+        """The weights after the change."""
+        return list(weights)
+
+    def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
+        """Inputs after the change; `first` is the number of the first sample among all of them,
+        `scale` the standard deviation of each channel or feature."""
+        return x
+
+
+@dataclass(frozen=True)
+class Rounding(Change):
+    """Weights rounded to nearest on `2^(bits-1) - 1` levels on each side of zero.
+
+    Symmetric: `step = max|w| / (2^(bits-1) - 1)`, one step for each filter, each tensor, or each
+    group of so many neighbours in a filter. 2 bits are three levels, -1, 0 and 1.
+    """
+
+    bits: int
+    per: Literal["filter", "tensor"] | int = "filter"
+    kind: ClassVar[str] = "rounding"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.bits, int) and 2 <= self.bits <= 32):
+            raise ValueError(f"bits must be a whole number from 2 to 32, got {self.bits}.")
+        if self.per not in ("filter", "tensor") and not (
+            isinstance(self.per, int) and self.per >= 1
+        ):
+            raise ValueError(f'per must be "filter", "tensor" or a group size, got {self.per!r}.')
+
+    @property
+    def size(self) -> float:
+        return float(self.bits)
+
+    @property
+    def scheme(self) -> str:
+        return f"group of {self.per}" if isinstance(self.per, int) else f"per {self.per}"
+
+    def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
+        return [rounded(w, self.bits, self.per) for w in weights]
+
+
+def rounded(weight: Tensor, bits: int, per: Literal["filter", "tensor"] | int) -> Tensor:
+    """One tensor, rounded as `Rounding` says.
+
+    Examples:
+        >>> rounded(torch.tensor([[3.0, -1.6, 0.4], [0.0, 0.0, 0.0]]), 3, "filter")
+        tensor([[ 3., -2.,  0.],
+                [ 0.,  0.,  0.]])
+    """
+    rows = weight.double().reshape(1 if per == "tensor" or weight.ndim < 2 else len(weight), -1)
+    length = rows.shape[1]
+    if isinstance(per, int):
+        rows = F.pad(rows, (0, -length % per)).unflatten(1, (-1, per))
+    step = rows.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    step = torch.where(step == 0, 1.0, step)
+    whole = ((rows / step).round() * step).reshape(len(rows), -1)[:, :length]
+    return whole.reshape(weight.shape).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class Pruning(Change):
+    """The smallest weights set to zero: this share of each tensor, or of all tensors together.
+
+    The masks are `torch.nn.utils.prune`'s (`l1_unstructured`, `global_unstructured`).
+    """
+
+    amount: float
+    scope: Literal["tensor", "global"] = "tensor"
+    kind: ClassVar[str] = "pruning"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.amount <= 1:
+            raise ValueError(f"amount must be between 0 and 1, got {self.amount}.")
+        if self.scope not in ("tensor", "global"):
+            raise ValueError(f'scope must be "tensor" or "global", got {self.scope!r}.')
+
+    @property
+    def size(self) -> float:
+        return float(self.amount)
+
+    @property
+    def scheme(self) -> str:
+        return "global" if self.scope == "global" else "per tensor"
+
+    def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
+        if self.scope == "tensor":
+            return [_pruned(w.reshape(-1), float(self.amount)).view(w.shape) for w in weights]
+        flat = _pruned(torch.cat([w.reshape(-1) for w in weights]), float(self.amount))
+        parts = flat.split([w.numel() for w in weights])
+        return [part.reshape(w.shape) for part, w in zip(parts, weights, strict=True)]
+
+
+def _pruned(weight: Tensor, amount: float) -> Tensor:
+    mask = prune.L1Unstructured(amount).compute_mask(weight, torch.ones_like(weight))
+    return torch.where(mask == 0, 0.0, weight)
+
+
+@dataclass(frozen=True)
+class TwoOfFour(Change):
+    """Of every four weights along dimension 1 (the inputs) the two smallest set to zero.
+
+    The pattern that GPUs run at twice the speed. Tensors whose dimension 1 is no multiple of four
+    stay dense, as they do there.
+    """
+
+    kind: ClassVar[str] = "2:4 pruning"
+
+    @property
+    def size(self) -> float:
+        return 0.5
+
+    def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
+        return [_two_of_four(w) for w in weights]
+
+
+def _two_of_four(weight: Tensor) -> Tensor:
+    if weight.ndim < 2 or weight.shape[1] % 4:
+        return weight
+    fours = weight.movedim(1, -1).unflatten(-1, (-1, 4))
+    small = fours.abs().topk(2, -1, largest=False).indices
+    kept: Tensor = fours.scatter(-1, small, 0.0)
+    return kept.flatten(-2).movedim(-1, 1)
+
+
+@dataclass(frozen=True)
+class WeightNoise(Change):
+    """Gaussian noise that displaces each filter by about `ratio` times its norm, as RWP does.
+
+    `std_j = ratio ‖w_j‖ / sqrt(d_j)` for a filter of d_j weights. The noise is a function of seed,
+    draw and place; the global generator is not used.
+    """
+
+    ratio: float
+    kind: ClassVar[str] = "weight noise"
+    random: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_nonnegative("ratio", self.ratio)
+
+    @property
+    def size(self) -> float:
+        return float(self.ratio)
+
+    def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
+        if self.ratio == 0:
+            return list(weights)
+        seed_of = draw.block_seeds(len(weights))
+        moved = []
+        for number, w in enumerate(weights):
+            z = _normal(w.shape, w, seed_of(number))
+            count = w.numel() // len(w) if w.ndim > 1 else w.numel()
+            std = draw.sign * self.ratio / math.sqrt(count) * filter_norms(w)
+            moved.append((w + z * std).to(w.dtype))
+        return moved
+
+
+@dataclass(frozen=True)
+class InputNoise(Change):
+    """Gaussian noise on the inputs, `level` standard deviations of each channel or feature."""
+
+    level: float
+    kind: ClassVar[str] = "input noise"
+    random: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_nonnegative("level", self.level)
+
+    @property
+    def size(self) -> float:
+        return float(self.level)
+
+    def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
+        if self.level == 0:
+            return x
+        # Each sample has its own seed: the noise does not depend on the micro-batches.
+        seed_of = draw.block_seeds(2**20)
+        noise = torch.stack([_normal(s.shape, s, seed_of(first + i)) for i, s in enumerate(x)])
+        return x.add((noise * scale).to(x.dtype), alpha=draw.sign * self.level)
+
+
+@dataclass(frozen=True)
+class Blur(Change):
+    """Images blurred by a Gaussian with a standard deviation of so many pixels."""
+
+    pixels: float
+    kind: ClassVar[str] = "blur"
+
+    def __post_init__(self) -> None:
+        check_nonnegative("pixels", self.pixels)
+
+    @property
+    def size(self) -> float:
+        return float(self.pixels)
+
+    def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
+        if self.pixels == 0:
+            return x
+        reach = math.ceil(3 * self.pixels)
+        at = torch.arange(-reach, reach + 1, dtype=x.dtype, device=x.device)
+        kernel = torch.exp(-(at**2) / (2 * self.pixels**2))
+        kernel /= kernel.sum()
+        planes = F.pad(x.reshape(-1, 1, *x.shape[2:]), [reach] * 4, mode="replicate")
+        planes = F.conv2d(F.conv2d(planes, kernel.view(1, 1, -1, 1)), kernel.view(1, 1, 1, -1))
+        return planes.reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class Contrast(Change):
+    """Images pulled towards their own mean: `mean + factor (x - mean)` in each channel."""
+
+    factor: float
+    kind: ClassVar[str] = "contrast"
+
+    def __post_init__(self) -> None:
+        check_nonnegative("factor", self.factor)
+
+    @property
+    def size(self) -> float:
+        return float(self.factor)
+
+    def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
+        if self.factor == 1:
+            return x
+        return x.mean((2, 3), keepdim=True).lerp(x, self.factor)
+
+
+def input_scale(x: Tensor) -> Tensor:
+    """The standard deviation of each feature of a table, each channel of images, else of all."""
+    if x.ndim in (2, 4):
+        across = [d for d in range(x.ndim) if d != 1]
+        return x.double().std(across, correction=0, keepdim=True)[0]
+    return x.double().std(correction=0)
+
+
+def words(kind: str, size: float, scheme: str) -> str:
+    """A change as tables name it.
+
+    >>> words("rounding", 4.0, "per filter"), words("pruning", 0.5, "global")
+    ('4 bits, per filter', '50 % pruned, global')
+    """
+    known: dict[str, Callable[[], str]] = {
+        "none": lambda: "none",
+        "rounding": lambda: f"{size:g} bits, {scheme}",
+        "pruning": lambda: f"{100 * size:g} % pruned, {scheme}",
+        "2:4 pruning": lambda: "2:4 pruned",
+        "blur": lambda: f"blur of {size:g} pixels",
+        "contrast": lambda: f"contrast x {size:g}",
+    }
+    return known[kind]() if kind in known else f"{kind} {size:g}"
+
+
+def _normal(shape: torch.Size, like: Tensor, seed: int) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return standard_normal_(torch.empty(shape, dtype=dtype, device=like.device), seed)

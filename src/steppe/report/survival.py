@@ -1,0 +1,90 @@
+"""What is left after each change: curves over sizes, from one result or from one a seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from steppe.analysis import Robustness
+from steppe.lab.statistics import half_width, mean_std
+
+Point = tuple[float, float, float]
+"""The size of a change, the metric, and half of its interval."""
+Curves = dict[str, list[Point]]
+AXES = {
+    "rounding": "bits",
+    "pruning": "share pruned",
+    "weight noise": "weight noise, ratio",
+    "input noise": "input noise, standard deviations",
+    "blur": "blur, pixels",
+    "contrast": "contrast, factor",
+}
+UNCHANGED = {kind: 0.0 for kind in AXES if kind != "rounding"} | {"contrast": 1.0}
+"""The size at which a change is none; no number of bits is."""
+BACKWARDS = ("bits", "contrast")
+"""Changes that are the stronger the smaller their number."""
+
+Results = Robustness | Sequence[Robustness] | Mapping[str, Robustness | Sequence[Robustness]]
+
+
+def grouped(results: Results) -> dict[str, list[Robustness]]:
+    """Results by name, a list for each."""
+    by_name = dict(results) if isinstance(results, Mapping) else {"": results}
+    groups = {
+        name: [group] if isinstance(group, Robustness) else list(group)
+        for name, group in by_name.items()
+    }
+    if not groups or not all(groups.values()):
+        raise ValueError("There is nothing to draw: no result was given.")
+    for name, group in groups.items():
+        if len({measured_alike(one) for one in group}) > 1:
+            raise ValueError(
+                f"The results of {name!r} were not measured alike (other changes, samples or "
+                "BatchNorm statistics). Give results of one kind."
+            )
+    return groups
+
+
+def measured_alike(result: Robustness) -> tuple[object, ...]:
+    """What two results must share to be averaged or compared."""
+    changes = (result.kinds, result.schemes, result.sizes, result.statistics, result.include)
+    return (*changes, result.origin["samples"])
+
+
+def has_accuracy(results: Results) -> bool:
+    """Whether all of them know an accuracy; else curves show the loss."""
+    every = [one for group in grouped(results).values() for one in group]
+    return not any(bool(one.accuracy.isnan().all()) for one in every)
+
+
+def survival_curves(group: Sequence[Robustness], accuracy: bool = True) -> dict[str, Curves]:
+    """By statistics and panel: accuracy in per cent (or the loss) at each size of a change.
+
+    The half widths are 95 % t-intervals over several results, or the spread over draws of one.
+    """
+    found: dict[str, Curves] = {}
+    for s, statistics in enumerate(group[0].statistics):
+        curves = found.setdefault(statistics, {})
+        base = _middle(group, s, 0, accuracy)
+        for c, kind in enumerate(group[0].kinds):
+            scheme = group[0].schemes[c]
+            if kind in AXES:
+                panel = AXES[kind] + (f", {scheme}" if scheme else "")
+                if panel not in curves:
+                    start = [(UNCHANGED[kind], *base)] if kind in UNCHANGED else []
+                    curves[panel] = start
+                curves[panel].append((group[0].sizes[c], *_middle(group, s, c, accuracy)))
+    return {
+        statistics: {panel: sorted(points) for panel, points in curves.items() if len(points) > 1}
+        for statistics, curves in found.items()
+    }
+
+
+def _middle(group: Sequence[Robustness], s: int, c: int, accuracy: bool) -> tuple[float, float]:
+    scale = 100.0 if accuracy else 1.0
+    values = [scale * float((r.accuracy if accuracy else r.loss)[s, c]) for r in group]
+    mean, std = mean_std(values)
+    if len(values) > 1:
+        return mean, half_width(std, len(values))
+    spread = scale * float(group[0].spread("accuracy" if accuracy else "loss")[s, c])
+    return mean, 0.0 if math.isnan(spread) else spread

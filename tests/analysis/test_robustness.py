@@ -1,0 +1,281 @@
+"""Robustness against known answers: margins, no change at all, everything pruned, NaN."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import steppe
+from steppe.analysis import (
+    Blur,
+    Change,
+    Contrast,
+    InputNoise,
+    Problem,
+    Pruning,
+    Result,
+    Rounding,
+    WeightNoise,
+    robustness,
+)
+from steppe.analysis.robustness import changed_weights, forwards, standard_changes
+
+from .known import settled_net
+
+
+def linear(rows, x, y):
+    model = nn.Linear(len(rows[0]), len(rows), bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(rows))
+    return Problem(model, F.cross_entropy, (x.double(), y))
+
+
+def conv_problem(**options):
+    model, data = settled_net("conv")
+    return Problem(model, F.cross_entropy, data, **options)
+
+
+# Filters [1, .45, .2] and [.9, .5, -.3]; the samples are the unit vectors, of classes 0, 1, 0. The
+# margins are .1, .05 and .5.
+MARGINS = ([[1.0, 0.45, 0.2], [0.9, 0.5, -0.3]], torch.eye(3), torch.tensor([0, 1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("bits", "right"),
+    [
+        # 2 bits: [1, 0, 0] and [.9, .9, 0]: the third is a tie, which goes to class 0.
+        (2, 3),
+        # 3 bits, steps 1/3 and .3: [1, 1/3, 1/3] and [.9, .6, -.3].
+        (3, 3),
+        # 4 bits, steps 1/7 and .9/7: 3/7 = .429 and 4 * .9/7 = .514.
+        (4, 3),
+    ],
+)
+def test_accuracy_after_rounding_a_linear_model(bits, right):
+    result = robustness(linear(*MARGINS), [Rounding(bits)])
+    assert result.accuracy[0].tolist() == [1.0, right / 3]
+
+
+def test_rounding_loses_exactly_the_samples_whose_margin_it_eats():
+    # 3 bits, step 1/3: .45 becomes 1/3, .4 too, and the tie goes to class 0.
+    rows = [[1.0, 0.4], [1.0, 0.45]]
+    problem = linear(rows, torch.eye(2)[[1, 1, 1, 0]], torch.tensor([1, 1, 1, 0]))
+    result = robustness(problem, [Rounding(3), Rounding(8)])
+    assert result.accuracy[0].tolist() == [1.0, 0.25, 1.0]
+    margin = torch.tensor([0.05, 0.0, 0.4488189 - 0.4015748])
+    expected = 0.75 * F.softplus(-margin) + 0.25 * math.log(2)
+    torch.testing.assert_close(result.loss[0].float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_accuracy_under_weight_noise_is_the_normal_distribution_of_the_margin():
+    # Samples are unit vectors, so their margins move independently of each other.
+    d, ratio, draws = 40, 0.5, 50
+    rows = [[0.6] * d, [0.5] * d]
+    problem = linear(rows, torch.eye(d), torch.zeros(d, dtype=torch.long))
+    result = robustness(problem, [WeightNoise(ratio)], draws=draws)
+    # std of an entry: ratio ‖w‖ / sqrt(d) = ratio * |entry|.
+    z = 0.1 / (ratio * math.hypot(0.6, 0.5))
+    expected = 0.5 * (1 + math.erf(z / math.sqrt(2)))
+    error = math.sqrt(expected * (1 - expected) / (2 * draws * d))
+    assert abs(result.accuracy[0, 1].item() - expected) < 4 * error
+    # The spread of one draw's accuracy is that of d independent samples.
+    assert result.spread()[0, 1].item() == pytest.approx(error * math.sqrt(2 * draws), rel=0.3)
+
+
+def test_the_noise_that_is_borne_lies_below_where_the_margin_is_lost():
+    # ‖w‖ entries are 1 and .5; the margin .5 is lost in a share Phi(-.5 / (ratio sqrt(1.25))).
+    problem = linear([[1.0] * 200, [0.5] * 200], torch.eye(200), torch.zeros(200, dtype=torch.long))
+    ratios = [0.1, 0.2, 0.3, 0.6]
+    result = robustness(problem, [WeightNoise(r) for r in reversed(ratios)], draws=8)
+    lost = [0.5 * math.erfc(0.5 / (r * math.sqrt(1.25) * math.sqrt(2))) for r in ratios]
+    assert lost[1] < 0.02 < 0.05 < lost[2] < 0.08 < lost[3]
+    assert result.noise_borne(drop=0.03) == 0.2
+    assert result.noise_borne(drop=0.1, confidence=0.99) == 0.3
+    assert result.noise_borne(drop=0.9) == 0.6
+    assert result.noise_borne(drop=-0.01) == 0.0
+    with pytest.raises(ValueError, match="at least 2 draws, got 1"):
+        robustness(problem, [WeightNoise(0.1)], draws=1).noise_borne()
+    with pytest.raises(ValueError, match="statistics must be one of .* got 'batch'"):
+        result.noise_borne(statistics="batch")
+
+
+NOTHING = [
+    Pruning(0.0),
+    Pruning(0.0, "global"),
+    WeightNoise(0.0),
+    InputNoise(0.0),
+    Blur(0.0),
+    Contrast(1.0),
+]
+
+
+def test_no_change_gives_the_plain_result_bit_for_bit():
+    problem = conv_problem()
+    result = robustness(problem, NOTHING, draws=1)
+    with problem.replica() as replica:
+        loss, accuracy = replica.evaluate()
+    assert (result.loss == loss).all()
+    assert (result.accuracy == accuracy).all()
+    assert result.loss[0, 0].item() == problem.value()
+
+
+def test_everything_pruned_leaves_chance():
+    x, y = torch.randn(50, 4), torch.arange(50) % 5
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 5, bias=False))
+    for scope in ("tensor", "global"):
+        result = robustness(Problem(model, F.cross_entropy, (x, y)), [Pruning(1.0, scope)])
+        assert result.loss[0, 1].item() == pytest.approx(math.log(5), rel=1e-6)
+        assert result.accuracy[0, 1].item() == 0.2
+        assert result.ece[0, 1].item() == pytest.approx(0, abs=1e-6)  # says .2, is right in .2
+
+
+def test_a_constant_model_loses_nothing():
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    data = torch.randn(30, 4), torch.randint(3, (30,))
+    result = robustness(Problem(model, F.cross_entropy, data))
+    assert (result.accuracy == result.accuracy[0, 0]).all()
+    torch.testing.assert_close(result.loss, result.loss[:, :1].expand_as(result.loss))
+    assert result.noise_borne(drop=0.0) == 0.5
+
+
+def test_a_nan_is_kept_and_counts_as_wrong(tmp_path):
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight[0, 0] = math.nan
+    data = torch.randn(30, 4), torch.zeros(30, dtype=torch.long)
+    result = robustness(Problem(model, F.cross_entropy, data))
+    assert result.loss[0, 0].isnan()
+    assert result.accuracy[0, 0].item() == 0
+    again = Result.load(result.save(tmp_path / "nan.npz"))
+    assert "nan" in again.table()
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][0]["loss"] is None
+
+
+def test_recalibrated_numbers_are_those_of_training_batches():
+    """Against a copy of the model on which the same was done by hand."""
+    model, (x, y) = settled_net("conv", samples=32)
+    other = torch.randn(24, 1, 6, 6).double() * 2 + 1
+    batches = [(other[:10], None), (other[10:20], None), (other[20:], None)]
+    problem = Problem(model, F.cross_entropy, (x, y))
+    before = copy.deepcopy(model.state_dict())
+    result = robustness(problem, [Rounding(3)], recalibrate=iter(batches), recalibration_samples=15)
+    assert result.statistics == ("as is", "recalibrated")
+    assert result.recalibration_samples == 20  # whole batches
+    by_hand = copy.deepcopy(model)
+    state = copy.deepcopy(before)
+    for name in changed_weights(model):
+        (state[name],) = Rounding(3).weights([state[name]], None)
+    for weights, c in ((before, 0), (state, 1)):
+        by_hand.load_state_dict(weights)
+        with torch.no_grad():
+            as_is = F.cross_entropy(by_hand(x), y).item()
+            steppe.recompute_norm_stats(by_hand, batches[:2])
+            fresh = F.cross_entropy(by_hand(x), y).item()
+        assert result.loss[:, c].tolist() == pytest.approx([as_is, fresh], rel=1e-9)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_the_table_says_when_recalibrating_alone_moves_the_model():
+    problem = conv_problem()
+    x = problem.data[0]
+    same = robustness(problem, [Rounding(4)], recalibrate=[x])
+    other = robustness(problem, [Rounding(4)], recalibrate=[5 * x + 3])
+    assert abs(other.recalibration_shift) > 0.005
+    assert "augmentation" in other.table()
+    assert f"{100 * same.recalibration_shift:+.2f} points" in same.table()
+    alone = robustness(problem, [Rounding(4)])
+    assert math.isnan(alone.recalibration_shift)
+    assert "recalibrate=" in alone.table()
+
+
+def test_without_norms_there_is_nothing_to_recalibrate():
+    model, data = settled_net("attention")
+    result = robustness(Problem(model, F.cross_entropy, data), recalibrate=[data[0]])
+    assert result.statistics == ("as is",)
+    assert "BatchNorm" not in result.table()
+
+
+def test_batch_statistics_are_named_and_the_samples_own_are_refused():
+    assert robustness(conv_problem(bn="batch"), [Rounding(4)]).statistics == ("batch",)
+    with pytest.raises(ValueError, match="are not those of training.*recalibrate=train_loader"):
+        robustness(conv_problem(bn="recalibrate"))
+    with pytest.raises(ValueError, match="recalibrate holds no batches"):
+        robustness(conv_problem(), recalibrate=[])
+
+
+def test_regression_has_a_loss_and_no_accuracy():
+    model = nn.Linear(3, 1)
+    problem = Problem(model, F.mse_loss, (torch.randn(20, 3), torch.randn(20, 1)))
+    result = robustness(problem)
+    assert result.accuracy.isnan().all()
+    assert result.loss.isfinite().all()
+    assert "accuracy" not in result.table()
+    with pytest.raises(ValueError, match="targets are not classes"):
+        result.noise_borne()
+
+
+class Tokens(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.mix(self.embedding(x) + self.positions)).movedim(-1, 1)
+
+
+def test_embeddings_positions_and_vectors_stay_unless_asked_for():
+    assert changed_weights(Tokens()) == ["mix.weight", "head.weight"]
+    assert changed_weights(Tokens(tied=True)) == ["mix.weight"]
+    assert len(changed_weights(Tokens(), "all")) == 5
+    tokens = torch.randint(11, (6, 5))
+    problem = Problem(Tokens(), F.cross_entropy, (tokens, tokens))
+    result = robustness(problem)
+    assert not {"input noise", "blur", "contrast"} & set(result.kinds)
+    assert result.changed == ("mix.weight", "head.weight")
+    everything = robustness(problem, [Rounding(2)], include="all")
+    assert everything.loss[0, 1] != robustness(problem, [Rounding(2)]).loss[0, 1]
+    with pytest.raises(ValueError, match="needs inputs of real numbers, got x of shape"):
+        robustness(problem, [InputNoise(0.1)])
+    with pytest.raises(ValueError, match="no weights to change"):
+        robustness(Problem(Tokens(), F.cross_entropy, (tokens, tokens), params=["positions"]))
+
+
+def test_what_cannot_be_measured_is_refused():
+    model, data = settled_net("attention")
+    problem = Problem(model, F.cross_entropy, data)
+    with pytest.raises(ValueError, match=r"Blur\(pixels=1.0\) needs images"):
+        robustness(problem, [Blur(1.0)])
+    with pytest.raises(TypeError, match=r"such as Rounding\(4\) or Pruning\(0.5\), got 4"):
+        robustness(problem, [4])
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        robustness(problem, draws=0)
+    with pytest.raises(ValueError, match='include must be "matrices" or "all", got'):
+        robustness(problem, include="some")
+
+
+def test_the_number_of_forwards_is_counted():
+    problem = conv_problem()
+    changes = standard_changes(problem)
+    random = sum(change.random for change in changes)
+    assert forwards(problem, changes, draws=3) == len(changes) - random + 6 * random
+    assert forwards(problem, [Change()], 1, recalibration=2 * problem.samples) == 4
+
+
+def test_a_result_reads_in_words_and_draws_itself():
+    result = robustness(conv_problem(), recalibrate=[conv_problem().data[0]], draws=2)
+    assert result.place(Rounding(3)) == result.labels.index("3 bits, per filter")
+    assert result.place(Rounding(5)) is None
+    assert "| 50 % pruned, global |" in result.table("markdown")
+    titles = [axis.get_title() for axis in result.plot().axes]
+    assert titles[:3] == ["bits, per filter", "bits, per tensor", "share pruned, per tensor"]
+    assert len(titles) == 8

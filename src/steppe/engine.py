@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -99,6 +99,13 @@ class Engine:
         if self.running is running:
             self.ledger.close(count=True)
             self.restore()
+
+    def release_model(self) -> None:
+        """Refer to no module and no process group any longer: a graph or a perturber that outlives
+        the training would keep them, and DDP must not outlive its group."""
+        del self.model
+        self.ledger.ranks = replace(self.ledger.ranks, groups=(), ddp=None)
+        self.weights.release_model()
 
     @contextmanager
     def probe(self, index: int | None, draw: Draw) -> Iterator[None]:

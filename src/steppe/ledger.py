@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ class Ledger:
     def watch(self, param: nn.Parameter, slot: int | None) -> None:
         """Weigh the gradients that arrive at this leaf (of a sharded parameter: the gathered one)."""
         if param.requires_grad and param not in self._hooks:
-            self._hooks[param] = param.register_hook(partial(self._weigh, slot))
+            self._hooks[param] = param.register_hook(partial(_weigh, WeakMethod(self._weigh), slot))
 
     def _weigh(self, slot: int | None, grad: Tensor) -> Tensor | None:
         if self._pass is None:
@@ -252,14 +253,26 @@ class Ledger:
         return 1.0
 
 
+def _weigh(weigh: WeakMethod[Any], slot: int | None, grad: Tensor) -> Tensor | None:
+    """A parameter's hook. It must not keep the ledger alive: under DDP the cycle from a parameter
+    through its hook back to the parameter runs through C++, where nothing collects it."""
+    alive = weigh()
+    return None if alive is None else alive(slot, grad)
+
+
 def _called_by_scaler() -> bool:
-    """Whether a GradScaler is calling the optimizer: the loss was scaled then."""
+    """Whether a GradScaler is calling the optimizer: the loss was scaled then.
+
+    Only frames of its own methods are looked into: before Python 3.13 `f_locals` leaves a copy of all
+    variables in the frame, which would keep the caller's model alive after its `del model`.
+    """
     frame = sys._getframe(1)
     for _ in range(24):
         if frame.f_back is None:
             return False
         frame = frame.f_back
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
-            return True
+        if frame.f_code.co_name in ("step", "_maybe_opt_step"):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+                return True
     return False

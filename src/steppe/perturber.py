@@ -66,10 +66,13 @@ class Perturber:
         self._engine.restore()
 
     def detach(self) -> None:
-        """Put the true weights back and remove every trace from model and optimizer."""
-        self._engine.restore()
-        self._hooks.remove()
-        self._attached = False
+        """Put the true weights back, remove every trace from model and optimizer, and release both
+        the model and the memory of the backup. What the perturber learnt can still be saved."""
+        if self._attached:
+            self._engine.restore()
+            self._hooks.remove()
+            self._engine.release_model()
+            self._attached = False
 
     # ------------------------------------------------------------------ explicit doors
 

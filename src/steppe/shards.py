@@ -62,3 +62,7 @@ class Shards:
         """Drop gathered copies of the weights: they are of before the last move."""
         for module in self._modules:
             module.reshard()
+
+    def release_model(self) -> None:
+        """Refer to no module and no process group any longer. Nothing is exchanged from now on."""
+        self._modules, self._groups = [], []

@@ -149,6 +149,11 @@ class Weights:
         self.moved = []
         self.shards.reshard()
 
+    def release_model(self) -> None:
+        """Give up the backup's memory and the modules that hold the shards."""
+        self._backup.clear()
+        self.shards.release_model()
+
     def add_noise(
         self,
         draw: Draw,

@@ -18,6 +18,7 @@ from steppe.methods import (
     sam,
     sgd,
 )
+from steppe.parallel import process_group
 from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
 from steppe.perturber import Perturber, Probe
 from steppe.schedules import Schedule, constant, cosine_increase, linear
@@ -47,6 +48,7 @@ __all__ = [
     "m_rwp",
     "mixed",
     "msam",
+    "process_group",
     "recompute_norm_stats",
     "rwp",
     "sam",

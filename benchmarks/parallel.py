@@ -124,7 +124,6 @@ def bytes_sent(step: Step) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     load = measure.environment()["load"]
     steps = contenders(arguments.batch, arguments.width)
     steps["all-reduce of the gradient alone"] = (gradient_exchange(arguments.width), True)
@@ -138,7 +137,6 @@ def work(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         report(arguments, times, volumes, load)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def report(
@@ -188,7 +186,8 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.width, arguments.batch = 2, 0.125, 8
     if "RANK" in os.environ:
-        work(arguments)
+        with steppe.process_group("gloo"):
+            work(arguments)
         return
     launch = [
         sys.executable,

@@ -10,6 +10,7 @@ Two processes: the passes run at once, one on each rank, over micro-batches of t
 """
 
 import argparse
+import gc
 
 import torch
 from accelerate import Accelerator
@@ -72,6 +73,8 @@ def main() -> None:
         "m-ARWP": steppe.m_arwp(ratio=0.9),
     }.items():
         accelerator.print(f"{name:8}{train(accelerator, method, epochs):.2f} %")
+    gc.collect()  # models of several processes go before their process group
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

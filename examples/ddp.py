@@ -16,7 +16,6 @@ import steppe
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -52,8 +51,8 @@ def main() -> None:
     if rank == 0:
         same = all(torch.equal(weights, other) for other in replicas)
         print(f"test accuracy {100 * accuracy:.1f} %; replicas bit-identical: {same}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with steppe.process_group("gloo"):
+        main()

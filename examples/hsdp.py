@@ -17,7 +17,6 @@ import steppe
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     digits = load_digits()
@@ -52,8 +51,8 @@ def main() -> None:
         accuracy = (model(x[1000:]).argmax(1) == y[1000:]).float().mean().item()
     if rank == 0:
         print(f"test accuracy {100 * accuracy:.1f} %", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with steppe.process_group("gloo"):
+        main()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from steppe.ascents import Ascent, MomentumAscent
     from steppe.attaching import attach
     from steppe.batchnorm import recompute_norm_stats
+    from steppe.distributed import process_group
     from steppe.methods import (
         Method,
         Pass,
@@ -57,6 +58,7 @@ __all__ = [
     "m_rwp",
     "mixed",
     "msam",
+    "process_group",
     "recompute_norm_stats",
     "rwp",
     "sam",
@@ -67,6 +69,7 @@ _MODULES = (
     "ascents",
     "attaching",
     "batchnorm",
+    "distributed",
     "methods",
     "perturbations",
     "perturber",

@@ -8,13 +8,19 @@ exchange is small: the norms that ARWP learns from, and BatchNorm's statistics.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import gc
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +31,74 @@ from steppe.perturbations import ElementwiseGaussian
 PassesOver = Literal["ranks", "microbatches"]
 Noise = Literal["rank", "shared"]
 AscentOf = Literal["rank", "global"]
+
+T = TypeVar("T")
+
+MOMENT = 0.2
+"""Seconds that gloo's workers get to finish where nothing can wait for them."""
+
+
+@contextmanager
+def process_group(backend: str | None = None, **options: Any) -> Iterator[None]:
+    """The processes that torchrun started as one group, and a clean end of the job on the CPU.
+
+    `with steppe.process_group("gloo"): main()` initializes the group (`backend` and `options` go to
+    `torch.distributed.init_process_group`) and, when `main` has returned or raised, releases what it
+    created and destroys the group. Create models inside of `main`: a gloo group that a model still
+    refers to outlives its end, and may then abort or hang the process although all work is done.
+
+    Examples:
+        >>> with process_group("gloo", store=dist.HashStore(), rank=0, world_size=1):
+        ...     dist.get_world_size()
+        1
+    """
+    dist.init_process_group(backend, **options)
+    try:
+        yield
+    except BaseException as error:
+        _clear_frames(error)  # they hold the variables of `main`
+        raise
+    finally:
+        release_and_destroy()
+        models = _alive(DistributedDataParallel)
+        if any(vars(model).get("device_type") == "cpu" for model in models):
+            warnings.warn(
+                "The process group is destroyed, but a DistributedDataParallel model still refers to "
+                "it: the process may abort or hang at its end. Create model, optimizer and perturber "
+                "in a function that returns before.",
+                stacklevel=3,
+            )
+
+
+def release_and_destroy(group: Any = None) -> None:
+    """Destroy a process group (by default all) after collecting the models that used it.
+
+    A gloo group has worker threads, which end when nothing refers to the group any longer. After a
+    collective a worker drops its tensors, for which it needs Python's lock. With torch 2.13, a worker
+    that is late, as on a loaded machine, aborts the process if the interpreter ends meanwhile
+    ("terminate called without an active exception", SIGABRT), and hangs it if a DDP object that was
+    the last to refer to the group is released meanwhile. Where `destroy_process_group` drops the last
+    reference, it waits for the workers and lets them have the lock. So models go first; being parts
+    of reference cycles, they take a collection. Groups of sharded models stay in caches of torch
+    whatever one does: their workers get a moment in which the lock is free.
+    """
+    gc.collect()
+    dist.destroy_process_group(group)
+    if _alive(DeviceMesh):
+        time.sleep(MOMENT)
+
+
+def _alive(kind: type[T]) -> list[T]:
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Release the variables of the functions that an error and those behind it came through."""
+    errors = [error]
+    for error in errors:
+        traceback.clear_frames(error.__traceback__)
+        behind = (error.__cause__, error.__context__)
+        errors += [e for e in behind if e is not None and e not in errors]
 
 
 @dataclass(eq=False)
@@ -96,7 +170,7 @@ class Ranks:
         while self._old_groups:
             layer, group = self._old_groups.pop()
             layer.process_group = group
-        self.ddp = None
+        self.ddp, self.groups = None, ()
 
 
 def find_ranks(

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakMethod, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,7 +65,8 @@ class Leaves:
         """`number`: of the perturbed parameter that this leaf was gathered from."""
         if leaf.requires_grad and leaf not in self._handles:
             number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
-            self._handles[leaf] = leaf.register_hook(partial(self._arrive, number, leaf))
+            hook = partial(_arrive, WeakMethod(self._arrive), number, ref(leaf))
+            self._handles[leaf] = leaf.register_hook(hook)
 
     def meet_optimizers(self) -> None:
         """Watch what other optimizers train: what none of them holds needs no weighing.
@@ -132,6 +134,15 @@ class Leaves:
             handle.remove()
         self._handles.clear()
         self._all, self._key, self._of_model, self._model = {}, (), [], nn.Module()
+
+
+def _arrive(
+    arrive: WeakMethod[Arrive], number: int | None, leaf: ref[Tensor], grad: Tensor
+) -> Tensor | None:
+    """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
+    hook back to the parameter runs through C++, where nothing collects it."""
+    alive, param = arrive(), leaf()
+    return None if alive is None or param is None else alive(number, param, grad)
 
 
 def _kinds(kind: type) -> set[type]:

@@ -81,6 +81,10 @@ class Shards:
         for module in self._modules:
             module.reshard()
 
+    def let_go(self) -> None:
+        """Refer to no module and no process group any longer. Nothing is exchanged from now on."""
+        self._modules, self._groups = [], []
+
 
 def _sharding(param: Any) -> tuple[Any, list[str]]:
     """The mesh of a parameter, and what each of its dimensions does (whatever dimension is cut)."""

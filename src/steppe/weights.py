@@ -215,6 +215,7 @@ class Weights:
         """Put the true weights back and let go of the memory for them."""
         self.restore()
         self._layout.clear()
+        self.shards.let_go()
 
     def add_noise(
         self,

@@ -6,6 +6,7 @@ import os
 import queue
 import tempfile
 import traceback
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -63,23 +64,18 @@ def _serve(inbox, outbox):
     import torch
     import torch.distributed as dist
 
+    from steppe.distributed import process_group
+
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="The process group is destroyed, but")
     while True:
         job, args, rank, world, init = inbox.get()
+        group = {"init_method": init, "rank": rank, "world_size": world}
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=init,
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=TIMEOUT),
-            )
-            outcome = (True, job(rank, *args))
+            with process_group("gloo", timeout=timedelta(seconds=TIMEOUT), **group):
+                outcome = (True, job(rank, *args))
+                with suppress(RuntimeError):
+                    dist.barrier()  # who leaves early breaks the groups that others still connect
         except BaseException:
             outcome = (False, traceback.format_exc())
         outbox.put(outcome)
-        if dist.is_initialized():
-            if outcome[0]:  # who leaves early breaks the groups that others still connect
-                with suppress(RuntimeError):
-                    dist.barrier()
-            dist.destroy_process_group()

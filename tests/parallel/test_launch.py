@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(processes, *command, timeout=600):
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*launch, f"--nproc-per-node={processes}", *map(str, command)],

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import steppe
+from steppe.distributed import release_and_destroy
 from steppe.lab.ranks import world
 
 SAMPLES = 32
@@ -36,34 +37,34 @@ def step_flops(
     x, y = (part[:SAMPLES].to(device) for part in batch)
     batches: Sequence[tuple[Tensor, Tensor]] = [(x, y)] * method.batches_needed
     devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        _attached(twin, method) as (called, perturber),
-        FlopCounterMode(display=False) as counter,
-    ):
-        perturber.backward(lambda a, b: loss_fn(called(a), b), *batches)
-    counted: int = counter.get_total_flops()
+    with torch.random.fork_rng(devices=devices), _alone() as wrap:
+        counted = _flops(wrap(twin), method, loss_fn, batches)
     return round(counted * batch_size / len(y))
 
 
-@contextmanager
-def _attached(
-    model: nn.Module, method: steppe.Method
-) -> Iterator[tuple[nn.Module, steppe.Perturber]]:
-    """The model, as it is to be called, with all passes of the method on this rank alone."""
+def _flops(
+    model: nn.Module,
+    method: steppe.Method,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    batches: Sequence[tuple[Tensor, Tensor]],
+) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    perturber = steppe.attach(model, optimizer, method, passes_over="microbatches")
+    with FlopCounterMode(display=False) as counter:
+        perturber.backward(lambda x, y: loss_fn(model(x), y), *batches)
+    perturber.detach()
+    counted: int = counter.get_total_flops()
+    return counted
+
+
+@contextmanager
+def _alone() -> Iterator[Callable[[nn.Module], nn.Module]]:
+    """How to wrap a model that runs all passes of a method on this rank alone."""
     if not world().several:
-        perturber = steppe.attach(model, optimizer, method)
-        try:
-            yield model, perturber
-        finally:
-            perturber.detach()
+        yield lambda model: model
         return
-    alone = dist.new_group([world().rank], use_local_synchronization=True)
-    wrapped = DistributedDataParallel(model, process_group=alone)
-    perturber = steppe.attach(wrapped, optimizer, method, passes_over="microbatches")
+    group = dist.new_group([world().rank], use_local_synchronization=True)
     try:
-        yield wrapped, perturber
+        yield lambda model: DistributedDataParallel(model, process_group=group)
     finally:
-        perturber.detach()
-        dist.destroy_process_group(alone)
+        release_and_destroy(group)

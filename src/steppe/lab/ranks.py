@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steppe.distributed import process_group
 from steppe.lab.errors import LabError
 from steppe.lab.launch import rank_and_size
 
@@ -136,11 +137,8 @@ def joined() -> Iterator[World]:
         backend = "cpu:gloo,cuda:nccl"
         if local_rank() < torch.cuda.device_count():
             torch.cuda.set_device(local_rank())
-    dist.init_process_group(backend)
-    try:
+    with process_group(backend):
         yield world()
-    finally:
-        dist.destroy_process_group()
 
 
 def local_rank() -> int:

@@ -46,7 +46,7 @@ class Shards:
                 f"{next(iter(params))} by {first.placements}"  # type: ignore[attr-defined]
                 f"{'' if param in gathered else ', and not by fully_shard()'}. steppe serves what "
                 "fully_shard() makes on one mesh: one dimension of shards and, before it, at most one of "
-                "replicas. Tensor parallelism, alone or mixed with FSDP, is not supported: shard the "
+                "replicas. Other DTensors (tensor parallel ones, also mixed with FSDP) are not supported: shard the "
                 "whole model with fully_shard(model, mesh=mesh)."
             )
 

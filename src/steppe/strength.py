@@ -53,7 +53,7 @@ class Steering:
     """Holds the loss rise of a perturbation at `rise` by its factor r, relative displacement.
 
     The state is one small vector: num, den, the same with slower means, base, pull, first pull, steps
-    seen, steps at the bound, times halved, running mean of S², r of the step.
+    seen, steps at the bound, times halved, running mean of S².
     """
 
     rise: Strength
@@ -73,8 +73,8 @@ class Steering:
         return strength_at(self.rise, step, name="rise")
 
     def init(self, like: Tensor) -> Tensor:
-        state = like.new_zeros(12)
-        state[4], state[11] = FIRST, 1.0
+        state = like.new_zeros(11)
+        state[4] = FIRST
         return state
 
     def ramp(self, state: Tensor) -> Tensor:
@@ -84,12 +84,11 @@ class Steering:
         left = (state[5] / state[6].clamp_min(1e-30)).clamp(max=1.0)
         return torch.where(state[7] >= OPENING, (1 - left).pow(self.power), 0.0)
 
-    def factor(self, state: Tensor, *, looks: bool = False) -> Tensor:
-        """r, on the device; remembered for the update that follows unless somebody only looks."""
-        r = (state[4] * self.ramp(state).sqrt()).clamp_min(LEAST)
-        if not looks:
-            state[11].copy_(r)
-        return r
+    def factor(self, state: Tensor) -> Tensor:
+        """r, on the device: the same on every rank, whether it perturbs or not."""
+        if self.linear:
+            return torch.ones_like(state[0])
+        return (state[4] * self.ramp(state).sqrt()).clamp_min(LEAST)
 
     def update(self, state: Tensor, slope: Tensor, pull: Tensor, step: int) -> None:
         """Learn from one step: `slope` is S, `pull` the sum of |dL/dz| over the outputs.
@@ -97,7 +96,8 @@ class Steering:
         A step that is not finite changes nothing. `pull` may be NaN where no output was seen.
         """
         slope, pull = slope.to(state), pull.to(state)
-        num, den, num2, den2, base, q, first, seen, stuck, halved, square, r = state.unbind()
+        num, den, num2, den2, base, q, first, seen, stuck, halved, square = state.unbind()
+        r = self.factor(state)
         means = torch.stack([num, den, square]).lerp(
             torch.stack([slope, r * r, slope * slope]), 1 - KEPT
         )
@@ -117,7 +117,7 @@ class Steering:
         first = torch.where(opening, first + (pull - first) / (seen + 1), first)
         q = torch.where(opening, first, q.lerp(pull, 1 - KEPT))
         parts = [means[0], means[1], slow[0], slow[1], new, q, first, seen + 1, stuck]
-        parts += [halved + halve, means[2], r]
+        parts += [halved + halve, means[2]]
         found = torch.stack(parts)
         state.copy_(torch.where(found.isfinite().all(), found, state))
 

@@ -190,7 +190,7 @@ class Training:
         (state,) = self.history.states[noise]["steering"]
         if steering.linear:  # rise / ‖g‖ is in the loss's own unit
             return steering.ramp(state) * self.loss_scale() / self.divisor
-        return steering.factor(state, looks=self.probing)
+        return steering.factor(state)
 
     def move(self, index: int, draw: Draw) -> None:
         """Back the weights up and add the eps of a pass. Strength zero leaves them untouched."""

@@ -1,0 +1,83 @@
+"""Strength by the loss rise over several processes, against one."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import steppe
+from tests.nets import loss_fn, mlp
+from tests.parallel.harness import run
+from tests.parallel.test_ddp import assert_close, data, history_of, one_process, sgd, train
+
+STEPS = 25
+
+
+def rise(asked=0.05):
+    return steppe.constant(asked)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_passes_of_a_mixed_method_on_two_ranks_equal_one_process(accumulate):
+    method = steppe.m_arwp(rise=rise(), lam=0.3)
+    (weights, state), (others, same) = run(2, train, method, STEPS, None, None, accumulate)
+    assert_close(weights, others, 0)
+    assert_close(state, same, 0)
+    expected, their_state = one_process(method, STEPS, accumulate)
+    assert_close(weights, expected, 1e-8)
+    assert_close(state, their_state, 1e-8)
+
+
+def together(rank, kind, method):
+    """Both ranks with one eps, each with half of the batch; or one process with all of it."""
+    model = mlp(dtype=torch.float64)
+    if kind == "DDP":
+        model = DDP(model)
+    elif kind == "FSDP2":
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = sgd(model)
+    options = {"noise": "shared"} if kind == "DDP" else {}
+    perturber = steppe.attach(model, optimizer, method, **options)
+    for step in range(STEPS):
+        parts = [data(step, other) for other in ((0, 1) if rank is None else (rank,))]
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return history_of(perturber)[-1]
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_one_eps_on_two_ranks_is_steered_as_in_one_process(kind):
+    method = steppe.rwp(rise=rise())
+    alone = together(None, "", method)
+    for found in run(2, together, kind, method):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-9)
+
+
+def slopes(rank, method, draws):
+    """What the steering of a mixed pass measures on a 2x2 mesh at fixed weights, step by step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = mlp(dtype=torch.float64)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    perturber = steppe.attach(model, optimizer, method)
+    for _ in range(draws):
+        loss_fn(model(data(0)[0]), data(0)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return perturber.stats()
+
+
+@pytest.mark.slow
+def test_hsdp_measures_the_rise_without_bias():
+    """There only gradients averaged over replicas are to be had: noisier, but right on average."""
+    method = steppe.m_rwp(rise=rise(0.02))
+    stats = run(4, slopes, method, 200)
+    assert all(each["measured_rise"] == stats[0]["measured_rise"] for each in stats)
+    error = stats[0]["measured_rise_stderr"]
+    assert error < 0.02
+    assert abs(stats[0]["measured_rise"] - 0.02) < 3 * error

@@ -47,7 +47,7 @@ class Meddling(steppe.Gaussian):
         return 0.1 if step < 2 else 0.0
 
     def init(self, weights):
-        weights.slots[0].param.detach().add_(1.0)
+        weights.params[0].param.detach().add_(1.0)
         return {}
 
 

@@ -422,7 +422,7 @@ def test_odd_parameters(method):
     model = Odd()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     perturber = steppe.attach(model, optimizer, method)
-    names = [slot.name for slot in perturber._engine.weights.slots]
+    names = [slot.name for slot in perturber._engine.weights.params]
     assert names.count("a.weight") + names.count("b.weight") == 1
     assert "empty" not in names
     assert "scale" in names
@@ -515,7 +515,7 @@ def test_exclude_by_name():
     model = conv()
     optimizer = sgd(model)
     perturber = steppe.attach(model, optimizer, steppe.rwp(0.05), exclude=("*.bias", "1.*"))
-    names = [slot.name for slot in perturber._engine.weights.slots]
+    names = [slot.name for slot in perturber._engine.weights.params]
     assert names == ["0.weight", "3.weight", "4.weight", "6.weight"]
     assert "left out   1.weight: excluded by '1.*'" in repr(perturber)
     perturber.detach()

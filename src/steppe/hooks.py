@@ -49,7 +49,7 @@ class Hooks:
         ]
         look = Hook(self, "before_look")
         if engine.ledger.several and engine.weights.shards.several:
-            self._slots = {slot.name: number for number, slot in enumerate(engine.weights.slots)}
+            self._slots = {slot.name: number for number, slot in enumerate(engine.weights.params)}
             self._handles += [
                 # after FSDP's own, when the module's parameters are the gathered ones
                 module.register_forward_pre_hook(Hook(self, "gathered", name))

@@ -88,7 +88,7 @@ class Ledger:
 
         Registered as parameters come to require gradients: a frozen one refuses a hook.
         """
-        slots = {slot.param: number for number, slot in enumerate(self.weights.slots)}
+        slots = {slot.param: number for number, slot in enumerate(self.weights.params)}
         for param in self.params:
             if not is_sharded(param):
                 self.watch(param, slots.get(param))
@@ -200,7 +200,7 @@ class Ledger:
 
     def _learn(self, noise: Perturbation) -> None:
         """From the gradients as the optimizer sees them; a fused one unscales them by itself."""
-        grads = [slot.param.grad if slot.active else None for slot in self.weights.slots]
+        grads = [slot.param.grad if slot.active else None for slot in self.weights.params]
         scale = getattr(self.optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else 1.0 / scale
         noise.learn(self.weights, self.states[noise], grads, scale)
@@ -209,7 +209,7 @@ class Ledger:
         """From the K perturbed passes' own gradients, v <- beta v + mean_k ‖g_k‖², each undone of
         its loss divisor and loss scale (its weight was not applied yet when it was noted)."""
         noises = [n for n in self.states if n.learns_from == "pass" and self.several]
-        numbers = range(len(self.weights.slots))
+        numbers = range(len(self.weights.params))
         notes: list[Gradients] = [[self._notes[n].get(i) for i in numbers] for n in noises]
         planned = [self.method.passes[i].perturbation for i in self.done]
         counts: list[Tensor | float] = [planned.count(noise) for noise in noises]
@@ -229,7 +229,7 @@ class Ledger:
         parts = [*vectors, like.new_tensor(counts), self._statistics.pack(like)]
         *vectors, total, statistics = self.ranks.sum(*parts)
         self._statistics.unpack(statistics)
-        sizes = [slot.filter_count for slot in self.weights.slots]
+        sizes = [slot.filter_count for slot in self.weights.params]
         return [list(vector.split(sizes)) for vector in vectors], list(total)
 
     def _divisor(self) -> float:

@@ -205,7 +205,7 @@ class Perturber:
                 f"{ranks.rank} and runs pass {ranks.index} ({kind})"
             )
         lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in weights.active]
-        frozen = {s.name: "frozen" for s in weights.slots if not s.active}
+        frozen = {s.name: "frozen" for s in weights.params if not s.active}
         lines += [
             f"  left out   {name}: {why}" for name, why in {**self._skipped, **frozen}.items()
         ]
@@ -223,7 +223,7 @@ class Perturber:
             "seed": self._engine.seed,
             "step": ledger.step,
             "incomplete": ledger.incomplete,
-            "parameters": [[s.name, list(s.param.shape)] for s in weights.slots],
+            "parameters": [[s.name, list(s.param.shape)] for s in weights.params],
             "states": [dict(state) for state in ledger.states.values()],
         }
 

@@ -256,11 +256,11 @@ def first_history(rank):
     moved = [t.detach().clone() for t in perturber_weights(perturber)]
     loss.backward()
     optimizer.step()
-    return moved, history_of(perturber), [slot.name for slot in perturber._engine.weights.slots]
+    return moved, history_of(perturber), [slot.name for slot in perturber._engine.weights.params]
 
 
 def perturber_weights(perturber):
-    return [slot.values for slot in perturber._engine.weights.slots]
+    return [slot.values for slot in perturber._engine.weights.params]
 
 
 def test_hsdp_history_is_the_mean_over_the_perturbed_ranks_own_gradients():

@@ -107,9 +107,9 @@ def test_freezing_a_parameter_leaves_the_noise_of_the_others(named):
 
 def test_half_precision_is_rounded_once(named):
     weights, draw = weights_for(named), Draw(1, 1)
-    seed_of = draw.block_seeds(weights._layout.blocks)
+    seed_of = draw.block_seeds(weights._flat.blocks)
     unit = {}
-    for flat in weights._layout.now():
+    for flat in weights._flat.now():
         eps = torch.empty_like(flat.backup, dtype=flat.wide)
         for block in flat.blocks:
             block.draw_(eps[block.place], seed_of(block.number))
@@ -444,7 +444,7 @@ def test_free_lets_go_of_the_memory():
     weights.add_noise(Draw(0, 0), torch.ones_like(weights.sizes))
     weights.free()
     assert equal(true, values(named))
-    assert not weights._layout.flats
+    assert not weights._flat.flats
     weights.save()
     weights.restore()
     assert equal(true, values(named))

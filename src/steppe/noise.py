@@ -106,6 +106,11 @@ def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     begun, and it is raised only when no thread works any longer: whoever catches it may put the
     weights back at once.
     """
+    if threads == 1:
+        with torch.no_grad():
+            for item in items:
+                work(item)
+        return
     todo = deque(items)  # its popleft is safe between threads
 
     @torch.no_grad()

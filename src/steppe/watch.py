@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from steppe.layout import Perturbed, local
+from steppe.layout import Perturbed, stored
 
 CLOSE_LOOKS = 2
 """In so many moves, values are compared too: data-dependent initialisation, in the first forward, may
@@ -24,10 +24,8 @@ class Watch:
         self._norms: Tensor | None = None
         self._close_looks = 0 if any(p.device.type == "meta" for p in params) else CLOSE_LOOKS
 
-    @torch.no_grad()
     def marks(self) -> tuple[tuple[int, int], ...]:
-        stored = (local(p.param) for p in self._params)
-        return tuple((t._version, t.data_ptr()) for t in stored)
+        return tuple((t._version, t.data_ptr()) for t in stored(self._params))
 
     def begin(self, moved: Sequence[Perturbed]) -> None:
         self._moved, self._marks = moved, self.marks()
@@ -54,5 +52,18 @@ class Watch:
 
     @torch.no_grad()
     def _norms_now(self) -> Tensor:
-        norms = torch._foreach_norm([p.values for p in self._moved], 2, dtype=torch.float64)
+        wide = torch.promote_types(
+            max((p.dtype for p in self._moved), key=lambda dtype: dtype.itemsize), torch.float32
+        )
+        norms = torch._foreach_norm([p.values for p in self._moved], 2, dtype=wide)
         return torch.stack([norm.cpu() for norm in norms])
+
+
+def written_by_others(names: Sequence[str]) -> RuntimeError:
+    return RuntimeError(
+        f"{', '.join(names[:3])}{', …' if names[3:] else ''} changed in the middle of a perturbed pass, and "
+        "not by steppe: nn.Embedding(max_norm=…), an initialisation in the first forward, … The weights are "
+        "back at their values of before the pass, without that change. Leave the parameter out, "
+        f"exclude=({names[0]!r},), or change it outside of the pass: before the forward or after "
+        "perturber.restore()."
+    )

@@ -7,17 +7,17 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from steppe.layout import Block, Flat, Layout, Perturbed, Scratch, copy, local, matrices
-from steppe.noise import PARALLEL_FROM, Draw, spread
+from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy, matrices
+from steppe.layout import Perturbed, local
+from steppe.noise import Draw
 from steppe.shards import Shards
-from steppe.watch import Watch
+from steppe.watch import Watch, written_by_others
 
 
 class Weights:
@@ -50,7 +50,7 @@ class Weights:
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
-        self._layout = Layout(self.params, self.device)
+        self._flat = FlatMemory(self.params, self.device)
         self._written = False
         self._watch = Watch(self.params)
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
@@ -73,10 +73,13 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
         norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
-        for flat in self._memory():
-            norms.index_copy_(0, flat.filters, self._row_norms(flat, given).to(self.device))
+        for flat, memory in self._loaded(tensors):
+            rows = torch.empty(len(flat.filters), dtype=self.dtype, device=flat.device)
+            parts = matrices(memory, flat.runs)
+            for part, out in zip(parts, rows.split([len(part) for part in parts]), strict=True):
+                torch.linalg.vector_norm(part, dim=1, dtype=self.dtype, out=out)
+            norms.index_copy_(0, flat.filters, rows.to(self.device))
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -90,22 +93,23 @@ class Weights:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
         return self.filter_norms() * self.sizes.rsqrt()
 
-    def _row_norms(self, flat: Flat, given: Mapping[Perturbed, Tensor | None] | None) -> Tensor:
-        """One operation for each length of filters. Between moves the backup is free memory."""
-        memory, views = flat.backup, flat.views
-        if given is not None:
+    def _loaded(self, tensors: Sequence[Tensor | None] | None) -> Iterator[tuple[Flat, Tensor]]:
+        """Flat memory with the true weights, or these tensors, in it: between moves the backup is free."""
+        if tensors is None:
+            for flat in self._memory():
+                if not self.moved:
+                    copy(flat.views, flat.values, flat.odd)
+                yield flat, flat.backup
+            return
+        given = dict(zip(self.params, tensors, strict=True))
+        for flat in self._flat.flats or self._memory():  # who was rebound since has no gradient
+            memory, views = flat.backup, flat.views
             found = [None if (t := given[p]) is None else local(t) for p in flat.members]
             if self.moved or any(t is not None and t.dtype != flat.dtype for t in found):
                 memory = torch.empty_like(memory, dtype=flat.wide)
                 views = flat.views_of(memory)
             copy(views, found, flat.odd)
-        elif not self.moved:
-            copy(views, flat.values, flat.odd)
-        norms = torch.empty(len(flat.filters), dtype=self.dtype, device=flat.device)
-        parts = matrices(memory, flat.runs)
-        for part, out in zip(parts, norms.split([len(part) for part in parts]), strict=True):
-            torch.linalg.vector_norm(part, dim=1, dtype=self.dtype, out=out)
-        return norms
+            yield flat, memory
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -123,12 +127,14 @@ class Weights:
     @torch.no_grad()
     def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        pairs = zip(tensors, params, strict=True)
-        mine = [local(t) for t, p in pairs if t is not None and self.shards.counts(p.param)]
-        total = torch.zeros((), dtype=self.dtype, device=self.device)
-        if mine:
-            norms = torch._foreach_norm(mine, 2, dtype=self.dtype)
-            total = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
+        if self.shards.several:
+            pairs = zip(tensors, params, strict=True)
+            tensors = [t for t, p in pairs if self.shards.counts(p.param)]
+        mine = [local(t) for t in tensors if t is not None]
+        norms = (
+            torch._foreach_norm(mine, 2, dtype=self.dtype) if mine else [self.sizes.new_zeros(())]
+        )
+        total = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
         return self.shards.sum_(total.square()).sqrt_() if self.shards.several else total
 
     def zeros(self) -> list[Tensor]:
@@ -149,10 +155,10 @@ class Weights:
         found = {}
         for group in self._optimizer.param_groups:
             factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
-            if uphill and group.get("maximize", False):
-                factor = -factor
-            found.update(dict.fromkeys(group["params"], factor))
-        return [found.get(p.param, 1.0) for p in self.params]
+            factor = -factor if uphill and group.get("maximize", False) else factor
+            if factor != 1:
+                found.update(dict.fromkeys(group["params"], factor))
+        return [found.get(p.param, 1.0) for p in self.params] if found else [1.0] * len(self.params)
 
     def _with_factors(self, size: Tensor, *, uphill: bool = False) -> Tensor:
         """Something per filter (or for all) times the groups' own factors."""
@@ -198,23 +204,17 @@ class Weights:
             return
         with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
             written = self._watch.end()
-            for flat in self._layout.flats:
+            for flat in self._flat.flats:
                 copy(flat.values_now() if written else flat.values, flat.views, flat.odd)
             self.moved = []
             self.shards.reshard()
             if written and not quiet:
-                raise RuntimeError(
-                    f"{', '.join(written[:3])}{', …' if written[3:] else ''} changed in the middle of a "
-                    "perturbed pass, and not by steppe: nn.Embedding(max_norm=…), an initialisation in "
-                    "the first forward, … The weights are back at their values of before the pass, "
-                    f"without that change. Leave the parameter out, exclude=({written[0]!r},), or change "
-                    "it outside of the pass: before the forward or after perturber.restore()."
-                )
+                raise written_by_others(written)
 
     def free(self) -> None:
         """Put the true weights back and let go of the memory for them."""
         self.restore()
-        self._layout.clear()
+        self._flat.clear()
         self.shards.let_go()
 
     def add_noise(
@@ -229,7 +229,7 @@ class Weights:
         If given, `factor(part)` multiplies it element by element, for parts of the tensors `of`, one
         like each of `params`.
         """
-        seed_of = draw.block_seeds(self._layout.blocks)
+        seed_of = draw.block_seeds(self._flat.blocks)
         others = dict(zip(self.params, of, strict=True)) if factor else {}
 
         def fill(block: Block, eps: Scratch) -> None:
@@ -265,7 +265,7 @@ class Weights:
         again, self._written = self._written, True
         sizes = {
             flat: size.index_select(0, flat.filters).to(flat.device, flat.wide)[:, None]
-            for flat in self._layout.flats
+            for flat in self._flat.flats
         }
 
         def write(flat: Flat, block: Block) -> None:
@@ -283,7 +283,7 @@ class Weights:
                 torch.addcmul(true, part, rows, value=sign, out=part)
             copy(block.targets, eps.views, block.odd)
 
-        _by_block(self._layout.flats, write)
+        by_block(self._flat.flats, write)
         self.shards.reshard()
 
     # ------------------------------------------------------------------ what is learnt
@@ -306,7 +306,7 @@ class Weights:
                 torch._foreach_mul_([view for view, _ in there], [grad for _, grad in there])
             found[1 + block.number] = eps.flat.sum().to(self.device, self.dtype)
 
-        _by_block(self._layout.flats if self.moved else [], multiply)
+        by_block(self._flat.flats if self.moved else [], multiply)
         total = torch.stack([found[number] for number in sorted(found)]).sum()
         return self.shards.sum_(total) if self.shards.several else total
 
@@ -324,34 +324,26 @@ class Weights:
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
-        finite = self.total_norm(values, self.params).isfinite()
-        one = torch.ones_like(finite, dtype=self.dtype)
-        decays, scales = (
-            torch.where(finite, one * decay, one),
-            torch.where(finite, one * scale, 0.0),
-        )
+        loaded = dict(self._loaded(values))
+        norms = [
+            torch.linalg.vector_norm(m, dtype=self.dtype).to(self.device) for m in loaded.values()
+        ]
+        norm = torch.stack([*norms, self.sizes.new_zeros(())]).sum()
+        finite = (self.shards.sum_(norm) if self.shards.several else norm) < torch.inf
+        bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norm, decay), 1.0)
+        scales = torch.where(finite, torch.zeros_like(norm) + scale, 0.0)
         kept = {p: local(m) for p, m in zip(self.params, memory, strict=True)}
-        given = dict(zip(self.params, values, strict=True))
-        for group in self._layout.groups:
+        for group in self._flat.groups:
             torch._foreach_mul_([kept[p] for p in group], decays.to(group[0].device))
-        bad = finite.logical_not()
 
         def learn(flat: Flat, block: Block) -> None:
             new = flat.scratch(block)
-            copy(new.views, block.of(given), block.odd)
-            new.flat.masked_fill_(bad.to(flat.device), 0.0)
+            new.flat.copy_(loaded[flat][block.place]).masked_fill_(bad.to(flat.device), 0.0)
             (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
             torch._foreach_add_([m for m in block.of(kept) if m is not None], new.views)
 
-        _by_block(self._memory(), learn)
+        by_block(list(loaded), learn)
 
     def _memory(self) -> list[Flat]:
         """Flat memory as it is laid out now; while weights are moved it stays where it is."""
-        return self._layout.flats if self.moved else self._layout.now()
-
-
-def _by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None:
-    """Work on each block, with several threads where that is faster."""
-    for flat in flats:
-        serial = flat.device.type != "cpu" or flat.backup.numel() < PARALLEL_FROM
-        spread(partial(work, flat), flat.blocks, 1 if serial else torch.get_num_threads())
+        return self._flat.flats if self.moved else self._flat.now()

@@ -16,18 +16,8 @@ from tests.methods import METHODS
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import launches
 
-WEIGHED_BY_LEAF = pytest.mark.xfail(
-    strict=True, reason="gradients of several passes are weighed tensor by tensor"
-)
 
-
-EVERY = [
-    pytest.param(name, marks=[WEIGHED_BY_LEAF] * (sum(p.weight > 0 for p in method.passes) > 1))
-    for name, method in launches.METHODS.items()
-]
-
-
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", launches.METHODS)
 def test_operations_do_not_grow_with_depth(name):
     # on the CPU, where operations are faster to count; these nets have one block of noise there too
     few, many = (

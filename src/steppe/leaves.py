@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -108,6 +110,30 @@ class Leaves:
             aside[leaf] = leaf.grad.clone() if copy and leaf.grad is not None else leaf.grad
             leaf.grad = None
         return aside
+
+    @contextmanager
+    def added_at_once(self, possible: bool) -> Iterator[None]:
+        """Around one backward: gradients from before are put aside and added by one operation for
+        all, where autograd would add them one by one."""
+        before = {leaf: leaf.grad for leaf in self if leaf.grad is not None}
+        hooked = any(leaf._post_accumulate_grad_hooks for leaf in before)  # they see sums
+        if not (possible and before) or hooked:
+            yield
+            return
+        for leaf in before:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            pairs = [(old, leaf.grad) for leaf, old in before.items() if leaf.grad is not None]
+            dense = [(a, b) for a, b in pairs if not (a.is_sparse or b.is_sparse)]
+            with torch.no_grad():
+                if dense:
+                    torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+            for leaf, old in before.items():
+                new = leaf.grad
+                alone = new is None or not (old.is_sparse or new.is_sparse)
+                leaf.grad = old if alone or new is None else old + new
 
     # ------------------------------------------------------------------ changes
 

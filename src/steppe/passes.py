@@ -89,7 +89,8 @@ class Run:
                 self._aside = {**training.set_gradients_aside(), **self._aside}
         training.step.loss_unscaled |= training.scaler is None
         loss = loss if self._share == 1 else loss * self._share
-        (loss if training.scaler is None else training.scaler.scale(loss)).backward()
+        with training.leaves.added_at_once(not training.ranks.averages and not self._scouts):
+            (loss if training.scaler is None else training.scaler.scale(loss)).backward()
 
     def __exit__(
         self,

@@ -26,7 +26,7 @@ def on_a_quadratic(trace, start, steps, rise=0.05, size=100, seed=0, change=1.0)
     diagonal *= trace / diagonal.sum()
     steering = Steering(steppe.constant(rise), bound=math.inf)
     state = steering.init(torch.zeros((), dtype=torch.float64))
-    state[4] = start * math.sqrt(2 * rise / trace)
+    state[4] = state[11] = start * math.sqrt(2 * rise / trace)
     found = []
     for step in range(steps):
         if step == steps // 2:
@@ -118,11 +118,12 @@ def steering_of(perturber):
 
 
 def test_it_is_measured_and_shown():
-    _, perturber = train(steppe.rwp(rise=STEADY), 150)
+    _, perturber = train(steppe.rwp(rise=STEADY), 250)
     stats = perturber.stats()
     assert stats["rise"] == 0.05
     assert stats["ramp"] == 1
-    assert stats["measured_rise"] == pytest.approx(0.05, rel=0.4)
+    assert abs(stats["measured_rise"] - 0.05) < 4 * stats["measured_rise_stderr"]
+    assert stats["measured_rise_stderr"] < 0.03
     assert stats["displacement"] == pytest.approx(stats["ratio"], rel=1e-3)
     assert "steered to a loss rise of 0.05 (ramp 1, measured 0.0" in repr(perturber)
 

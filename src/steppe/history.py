@@ -10,6 +10,7 @@ from torch import Tensor
 from steppe.distributed import Statistics
 from steppe.perturbations import Gradients, Perturbation, State
 from steppe.step import Step
+from steppe.strength import OPENING, PERIOD
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -32,7 +33,7 @@ class History:
     def learn(self, step: Step) -> None:
         """Learn from the gradients of a step that is about to be taken."""
         training, several = self._training, self._training.several
-        if training.method.steered:
+        if training.metered:
             self._steer(step)
         for noise in self.states:
             of_pass = noise.learns_from == "pass" and not several and not training.resting
@@ -64,10 +65,11 @@ class History:
         for (noise, state), total, count in zip(
             self.states.items(), found[::2], found[1::2], strict=True
         ):
-            if noise.steering is not None and not training.resting:
+            if noise.steering is not None:
                 (memory,) = state["steering"]
-                noise.steering.update(memory, total / count, pull / pulls, training.number)
-                if training.number and training.number % 100 == 0 and not memory.is_meta:
+                elapsed = 1 if training.number <= OPENING else PERIOD
+                noise.steering.update(memory, total / count, pull / pulls, training.number, elapsed)
+                if training.number > 100 and training.number % 100 == 1 and not memory.is_meta:
                     self._halvings = noise.steering.warn(memory, training.number, self._halvings)
 
     def _learn_as_seen(self, noise: Perturbation) -> None:

@@ -147,7 +147,7 @@ class Hooks:
         training, running = self._training, self._training.running
         if running is None or (running.in_backward and not running.held):
             return
-        if training.method.steered:
+        if training.metered:
             self._watch_pull(running, output)
         if running.held:
             return

@@ -112,9 +112,9 @@ class Leaves:
         return aside
 
     @contextmanager
-    def added_at_once(self, possible: bool) -> Iterator[None]:
+    def added_at_once(self, possible: bool, keep: Callable[[], None]) -> Iterator[None]:
         """Around one backward: gradients from before are put aside and added by one operation for
-        all, where autograd would add them one by one."""
+        all, where autograd would add them one by one. `keep` is called before they are added."""
         before = {leaf: leaf.grad for leaf in self if leaf.grad is not None}
         hooked = any(leaf._post_accumulate_grad_hooks for leaf in before)  # they see sums
         if not (possible and before) or hooked:
@@ -124,6 +124,7 @@ class Leaves:
             leaf.grad = None
         try:
             yield
+            keep()
         finally:
             pairs = [(old, leaf.grad) for leaf, old in before.items() if leaf.grad is not None]
             dense = [(a, b) for a, b in pairs if not (a.is_sparse or b.is_sparse)]

@@ -89,7 +89,8 @@ class Run:
                 self._aside = {**training.set_gradients_aside(), **self._aside}
         training.step.loss_unscaled |= training.scaler is None
         loss = loss if self._share == 1 else loss * self._share
-        with training.leaves.added_at_once(not training.ranks.averages and not self._scouts):
+        possible = not training.ranks.averages and not self._scouts
+        with training.leaves.added_at_once(possible, training.step.keep_own):
             (loss if training.scaler is None else training.scaler.scale(loss)).backward()
 
     def __exit__(

@@ -129,12 +129,20 @@ class Step:
             return
         # a backward that reached no parameter (for an adversarial input, say) is not a pass
         if count and (running.reached or not self._training.several):
-            if self._training.method.steered:
+            if self._training.metered:
                 self._meter(running)
             if self._training.several and (running.own or running.alone):
                 self._note(running)
             self.done.append(running.index)
             self._seen = self._marks()
+
+    def keep_own(self) -> None:
+        """Keep the pass's own gradients where `.grad` is about to become a sum with those before."""
+        running, params = self.running, self._training.weights.params
+        if running is not None:
+            kept = {number: params[number].param.grad for number in running.alone}
+            running.own |= {number: grad for number, grad in kept.items() if grad is not None}
+            running.alone.clear()
 
     def _own(self, running: Running) -> list[Tensor | None]:
         """The pass's own gradient of each perturbed parameter."""

@@ -31,6 +31,8 @@ FIRST, LEAST, MOST = 0.05, 1e-3, 0.05
 base changes in a step."""
 OPENING = 10
 """Steps whose mean pull is what later ones are compared with."""
+PERIOD = 4
+"""After these, one step in so many is measured: what it takes is then little beside a step."""
 STUCK = 100
 """Steps at the bound after which r is halved."""
 SHUT_AFTER = 500
@@ -53,7 +55,7 @@ class Steering:
     """Holds the loss rise of a perturbation at `rise` by its factor r, relative displacement.
 
     The state is one small vector: num, den, the same with slower means, base, pull, first pull, steps
-    seen, steps at the bound, times halved, running mean of S².
+    seen, steps at the bound, times halved, running mean of S², r.
     """
 
     rise: Strength
@@ -73,63 +75,66 @@ class Steering:
         return strength_at(self.rise, step, name="rise")
 
     def init(self, like: Tensor) -> Tensor:
-        state = like.new_zeros(11)
-        state[4] = FIRST
+        state = like.new_zeros(12)
+        state[4], state[11] = FIRST, LEAST if self.ramped else FIRST
         return state
 
     def ramp(self, state: Tensor) -> Tensor:
         """How far the noise is let in: 0 in the first steps, 1 when nothing pulls any longer."""
+        return self._ramp(state[5], state[6], state[7])
+
+    def _ramp(self, pull: Tensor, first: Tensor, seen: Tensor) -> Tensor:
         if not self.ramped:
-            return torch.ones_like(state[0])
-        left = (state[5] / state[6].clamp_min(1e-30)).clamp(max=1.0)
-        return torch.where(state[7] >= OPENING, (1 - left).pow(self.power), 0.0)
+            return torch.ones_like(pull)
+        left = (pull / first.clamp_min(1e-30)).clamp(max=1.0)
+        return torch.where(seen >= OPENING, (1 - left).pow(self.power), 0.0)
 
     def factor(self, state: Tensor) -> Tensor:
         """r, on the device: the same on every rank, whether it perturbs or not."""
-        if self.linear:
-            return torch.ones_like(state[0])
-        return (state[4] * self.ramp(state).sqrt()).clamp_min(LEAST)
+        return state[11]
 
-    def update(self, state: Tensor, slope: Tensor, pull: Tensor, step: int) -> None:
-        """Learn from one step: `slope` is S, `pull` the sum of |dL/dz| over the outputs.
-
-        A step that is not finite changes nothing. `pull` may be NaN where no output was seen.
-        """
+    def update(
+        self, state: Tensor, slope: Tensor, pull: Tensor, step: int, elapsed: int = 1
+    ) -> None:
+        """Learn from one step, `elapsed` steps after the last: `slope` is S, `pull` the sum of |dL/dz|
+        over the outputs. A step that is not finite changes nothing."""
+        new_weight, most = 1 - KEPT**elapsed, MOST * elapsed
         slope, pull = slope.to(state), pull.to(state)
-        num, den, num2, den2, base, q, first, seen, stuck, halved, square = state.unbind()
-        r = self.factor(state)
+        num, den, num2, den2, base, q, first, seen, stuck, halved, square, r = state.unbind()
         means = torch.stack([num, den, square]).lerp(
-            torch.stack([slope, r * r, slope * slope]), 1 - KEPT
+            torch.stack([slope, r * r, slope * slope]), new_weight
         )
-        slow = torch.stack([num2, den2]).lerp(torch.stack([slope, r * r]), (1 - KEPT) / 2)
+        slow = torch.stack([num2, den2]).lerp(torch.stack([slope, r * r]), new_weight / 2)
         curvature, before = means[0] / means[1], slow[0] / slow[1]
         wanted = (2 * self.asked(step) / curvature.clamp_min(1e-30)).sqrt()
-        change = (wanted / base).log().clamp(-MOST, MOST)
+        change = (wanted / base).log().clamp(-most, most)
         # a loss that saturates looks ever flatter the stronger the noise: no reason for more of it
         change = torch.where(curvature < before / 2, change.clamp(max=0.0), change)
         new = torch.where(curvature > 0, base * change.exp(), base).clamp(max=self.bound)
-        stuck = torch.where(new >= self.bound, stuck + 1, 0.0)
+        stuck = torch.where(new >= self.bound, stuck + elapsed, 0.0)
         halve = stuck >= STUCK
         new = torch.where(halve, new / 2, new)
         stuck = torch.where(halve, 0.0, stuck)
         # the first steps' mean, then a running one
         opening = seen < OPENING
         first = torch.where(opening, first + (pull - first) / (seen + 1), first)
-        q = torch.where(opening, first, q.lerp(pull, 1 - KEPT))
+        q = torch.where(opening, first, q.lerp(pull, new_weight))
         parts = [means[0], means[1], slow[0], slow[1], new, q, first, seen + 1, stuck]
-        parts += [halved + halve, means[2]]
+        r = (new * self._ramp(q, first, seen + 1).sqrt()).clamp_min(LEAST)
+        parts += [halved + halve, means[2], r]
         found = torch.stack(parts)
         state.copy_(torch.where(found.isfinite().all(), found, state))
 
     def read(self, state: Tensor, step: int) -> Reading:
         """For `stats()` and `print(perturber)`: waits for the device."""
         num, square, seen = (float(state[n]) for n in (0, 10, 7))
-        weight = 1 - KEPT**seen
+        late = max(0.0, seen - OPENING)
+        weight = 1 - KEPT ** (seen + (PERIOD - 1) * late)
         mean = num / weight if weight else float("nan")
         spread = max(0.0, square / weight - mean * mean) if weight else float("nan")
-        effective = max(1.0, min(seen, (1 + KEPT) / (1 - KEPT)))
-        ramp = float(self.ramp(state))
-        ratio = max(float(state[4]) * ramp**0.5, LEAST)
+        kept = KEPT**PERIOD
+        effective = max(1.0, min(seen, (1 + kept) / (1 - kept)))
+        ramp, ratio = float(self.ramp(state)), float(state[11])
         stderr = (spread / effective) ** 0.5
         half = 1.0 if self.linear else 0.5
         return Reading(self.asked(step), half * mean, half * stderr, ramp, ratio)
@@ -144,7 +149,11 @@ class Steering:
                 "small unit, or saturate under noise: ask for a smaller rise.",
                 stacklevel=2,
             )
-        if step == SHUT_AFTER and self.ramped and (ramp := float(self.ramp(state))) < 0.05:
+        if (
+            SHUT_AFTER < step < SHUT_AFTER + 100
+            and self.ramped
+            and (ramp := float(self.ramp(state))) < 0.05
+        ):
             warnings.warn(
                 f"After {step} steps the perturbation is still almost off (ramp {ramp:.2g}): the loss "
                 "pulls on the outputs as at the start, so there is nothing to regularise yet. Give the "

@@ -19,7 +19,7 @@ from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturbations import Perturbation
 from steppe.step import Running, Step
-from steppe.strength import REST
+from steppe.strength import OPENING, PERIOD, REST
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]
@@ -97,7 +97,7 @@ class Training:
         """Whether the rise is measured on each pass's own gradient: those of others add to it, of
         other passes or of other ranks. Sharded gradients are there as a whole only."""
         alone = not self.several and not self.ranks.averages
-        return self.method.steered and not alone and not self.weights.shards.several
+        return self.metered and not alone and not self.weights.shards.several
 
     def slope_factor(self, noise: Perturbation, step: Step) -> float:
         """What the measured slopes are multiplied by to be those of the loss itself."""
@@ -182,6 +182,12 @@ class Training:
     @property
     def resting(self) -> bool:
         return self.rests and self.number % REST == 0
+
+    @property
+    def metered(self) -> bool:
+        """Whether the loss rise is measured in this step: in the first ones, then in some."""
+        now = self.number <= OPENING or self.number % PERIOD == 1
+        return self.method.steered and now and not self.resting
 
     def gain(self, noise: Perturbation) -> Tensor | None:
         """The factor that a steered perturbation's strength has now, on the device."""

@@ -105,6 +105,17 @@ def test_freezing_a_parameter_leaves_the_noise_of_the_others(named):
     assert torch.equal(moved_by(weights, named, Draw(3, 1))[2], before[2])
 
 
+def test_norms_of_gradients_follow_who_is_frozen(named):
+    weights = weights_for(named)
+    grads = [torch.ones_like(p) for _, p in named]
+    everything = weights.filter_norms(grads)
+    named[2][1].requires_grad_(False)
+    rows = weights.params[2].filters
+    assert not weights.filter_norms(grads)[rows].any()
+    named[2][1].requires_grad_(True)
+    assert torch.equal(weights.filter_norms(grads), everything)
+
+
 def test_half_precision_is_rounded_once(named):
     weights, draw = weights_for(named), Draw(1, 1)
     seed_of = draw.block_seeds(weights._flat.blocks)

@@ -33,6 +33,9 @@ class Watch:
             self._close_looks -= 1
             self._norms = self._norms_now()
 
+    def written(self) -> bool:
+        return bool(self._moved) and self._marks != self.marks()
+
     def end(self) -> list[str]:
         """The names of the moved parameters that were written since `begin`."""
         moved, marks, norms = self._moved, self._marks, self._norms

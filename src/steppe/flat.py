@@ -189,6 +189,25 @@ class Flat:
         copy(scratch.views, block.of(tensors), block.odd)
         return scratch
 
+    def row_norms(self, dtype: torch.dtype, given: Given | None = None) -> Tensor:
+        """‖·‖ of each row of the backup, or of these tensors."""
+        norms = torch.empty(len(self.filters), dtype=dtype, device=self.device)
+
+        def fill(parts: Sequence[Tensor], norms: Tensor) -> None:
+            for part, out in zip(parts, norms.split([len(part) for part in parts]), strict=True):
+                torch.linalg.vector_norm(part, dim=1, dtype=dtype, out=out)
+
+        def of_block(flat: Flat, block: Block) -> None:
+            there = block.in_place(given or {})
+            parts = flat.loaded(block, given or {}).matrices if there is None else [there]
+            fill(parts, norms[block.rows])
+
+        if given is None:
+            fill(matrices(self.backup, self.runs), norms)
+        else:
+            by_block([self], of_block)
+        return norms
+
 
 class FlatMemory:
     """Flat memory for all parameters, laid out anew when one was rebound, frozen or unfrozen."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from steppe.flat import Block, Flat, FlatMemory, Given, Scratch, by_block, copy, matrices
+from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
 from steppe.layout import Perturbed, local
 from steppe.noise import Draw
 from steppe.shards import Shards
@@ -75,16 +74,11 @@ class Weights:
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
         norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
         for flat in self._memory() if tensors is None else self._last():
-            rows = torch.empty(len(flat.filters), dtype=self.dtype, device=flat.device)
-            if tensors is not None:
-                given = dict(zip(self.params, tensors, strict=True))
-                by_block([flat], partial(self._norms_of_block, given, rows))
-            else:
-                if not self.moved:  # the backup is free memory then
-                    copy(flat.views, flat.values, flat.odd)
-                self._norms_of_rows(matrices(flat.backup, flat.runs), rows)
-            norms.index_copy_(0, flat.filters, rows.to(self.device))
+            if tensors is None and not self.moved:  # the backup is free memory then
+                copy(flat.views, flat.values, flat.odd)
+            norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -93,15 +87,6 @@ class Weights:
             if tensors is None:
                 self._known_norms = norms
         return norms
-
-    def _norms_of_block(self, given: Given, rows: Tensor, flat: Flat, block: Block) -> None:
-        there = block.in_place(given)
-        parts = [there] if there is not None else flat.loaded(block, given).matrices
-        self._norms_of_rows(parts, rows[block.rows])
-
-    def _norms_of_rows(self, parts: Sequence[Tensor], rows: Tensor) -> None:
-        for part, out in zip(parts, rows.split([len(part) for part in parts]), strict=True):
-            torch.linalg.vector_norm(part, dim=1, dtype=self.dtype, out=out)
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""

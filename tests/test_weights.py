@@ -105,6 +105,17 @@ def test_freezing_a_parameter_leaves_the_noise_of_the_others(named):
     assert torch.equal(moved_by(weights, named, Draw(3, 1))[2], before[2])
 
 
+def test_norms_of_gradients_follow_who_is_frozen(named):
+    weights = weights_for(named)
+    grads = [torch.ones_like(p) for _, p in named]
+    everything = weights.filter_norms(grads)
+    named[2][1].requires_grad_(False)
+    rows = weights.params[2].filters
+    assert not weights.filter_norms(grads)[rows].any()
+    named[2][1].requires_grad_(True)
+    assert torch.equal(weights.filter_norms(grads), everything)
+
+
 def test_half_precision_is_rounded_once(named):
     weights, draw = weights_for(named), Draw(1, 1)
     seed_of = draw.block_seeds(weights._flat.blocks)
@@ -323,13 +334,21 @@ def test_an_excluded_parameter_may_be_written():
     torch.testing.assert_close(model.net[0].weight.detach(), true / 8)
 
 
-def test_embeddings_with_max_norm_are_named():
-    model = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 2))
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.rows, max_norm=0.1)
+
+
+def test_rows_that_a_forward_renorms_are_named():
+    model = Renormed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steppe.attach(model, optimizer, steppe.rwp(0.05))
-    loss = model(torch.tensor([0, 1])).sum()
-    with pytest.raises(RuntimeError, match=r"0\.weight changed .*max_norm"):
-        loss.backward()
+    with pytest.raises(RuntimeError, match=r"rows changed .*max_norm"):
+        model(torch.tensor([0, 1])).sum().backward()
 
 
 def test_a_quiet_restore_never_raises():

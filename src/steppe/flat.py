@@ -10,12 +10,16 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored
 from steppe.noise import PARALLEL_FROM, spread, standard_normal_
+
+Given: TypeAlias = Mapping[Perturbed, Tensor | None]
+"""Tensors like what this rank holds of parameters."""
 
 
 class Member:
@@ -98,10 +102,18 @@ class Block:
             noise = standard_normal_(out.new_empty(self._noise), seed)
             torch.cat([part.pick(noise) for part in self.parts], out=out)
 
-    def of(self, tensors: Mapping[Perturbed, Tensor | None]) -> list[Tensor | None]:
+    def of(self, tensors: Given) -> list[Tensor | None]:
         """This block's part of tensors that are like what this rank holds."""
         pairs = [(part, tensors[part.member.owner]) for part in self.parts]
         return [None if t is None else part.of(local(t)) for part, t in pairs]
+
+    def in_place(self, tensors: Given) -> Tensor | None:
+        """The rows of a single parameter in its tensor, if that has the memory of the parameter."""
+        part = self.parts[0]
+        tensor = tensors[part.member.owner] if self.direct is not None else None
+        if tensor is None or local(tensor).stride() != part.member.values.stride():
+            return None
+        return part.of(local(tensor)).as_strided(self.runs[0], (self.runs[0][1], 1))
 
 
 class Scratch:
@@ -171,6 +183,31 @@ class Flat:
                 self._scratch = Scratch(block, self.wide)
         return self._scratch
 
+    def loaded(self, block: Block, tensors: Given) -> Scratch:
+        """Memory for a block with its part of these tensors in it."""
+        scratch = self.scratch(block)
+        copy(scratch.views, block.of(tensors), block.odd)
+        return scratch
+
+    def row_norms(self, dtype: torch.dtype, given: Given | None = None) -> Tensor:
+        """‖·‖ of each row of the backup, or of these tensors."""
+        norms = torch.empty(len(self.filters), dtype=dtype, device=self.device)
+
+        def fill(parts: Sequence[Tensor], norms: Tensor) -> None:
+            for part, out in zip(parts, norms.split([len(part) for part in parts]), strict=True):
+                torch.linalg.vector_norm(part, dim=1, dtype=dtype, out=out)
+
+        def of_block(flat: Flat, block: Block) -> None:
+            there = block.in_place(given or {})
+            parts = flat.loaded(block, given or {}).matrices if there is None else [there]
+            fill(parts, norms[block.rows])
+
+        if given is None:
+            fill(matrices(self.backup, self.runs), norms)
+        else:
+            by_block([self], of_block)
+        return norms
+
 
 class FlatMemory:
     """Flat memory for all parameters, laid out anew when one was rebound, frozen or unfrozen."""
@@ -189,8 +226,12 @@ class FlatMemory:
         self.clear()
 
     def clear(self) -> None:
-        self._key: list[object] = []
+        self._key: list[tuple[object, ...]] = []
         self.flats: list[Flat] = []
+
+    def fits(self) -> bool:
+        """Whether it is laid out for the parameters that are active now."""
+        return [key[-1] for key in self._key] == [p.active for p in self._params]
 
     def now(self) -> list[Flat]:
         """The flat memory of the parameters as they are."""

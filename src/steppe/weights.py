@@ -7,13 +7,13 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
 
-from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy, matrices
+from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
 from steppe.layout import Perturbed, local
 from steppe.noise import Draw
 from steppe.shards import Shards
@@ -74,12 +74,11 @@ class Weights:
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
         norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
-        for flat, memory in self._loaded(tensors):
-            rows = torch.empty(len(flat.filters), dtype=self.dtype, device=flat.device)
-            parts = matrices(memory, flat.runs)
-            for part, out in zip(parts, rows.split([len(part) for part in parts]), strict=True):
-                torch.linalg.vector_norm(part, dim=1, dtype=self.dtype, out=out)
-            norms.index_copy_(0, flat.filters, rows.to(self.device))
+        given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
+        for flat in self._memory() if tensors is None else self._last():
+            if tensors is None and not self.moved:  # the backup is free memory then
+                copy(flat.views, flat.values, flat.odd)
+            norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -92,24 +91,6 @@ class Weights:
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
         return self.filter_norms() * self.sizes.rsqrt()
-
-    def _loaded(self, tensors: Sequence[Tensor | None] | None) -> Iterator[tuple[Flat, Tensor]]:
-        """Flat memory with the true weights, or these tensors, in it: between moves the backup is free."""
-        if tensors is None:
-            for flat in self._memory():
-                if not self.moved:
-                    copy(flat.views, flat.values, flat.odd)
-                yield flat, flat.backup
-            return
-        given = dict(zip(self.params, tensors, strict=True))
-        for flat in self._flat.flats or self._memory():  # who was rebound since has no gradient
-            memory, views = flat.backup, flat.views
-            found = [None if (t := given[p]) is None else local(t) for p in flat.members]
-            if self.moved or any(t is not None and t.dtype != flat.dtype for t in found):
-                memory = torch.empty_like(memory, dtype=flat.wide)
-                views = flat.views_of(memory)
-            copy(views, found, flat.odd)
-            yield flat, memory
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -293,9 +274,8 @@ class Weights:
         """<eps, g> for one gradient (or None) of each moved parameter, while eps is in the weights."""
         pairs = zip(self.moved, grads, strict=True)
         given = {p: g if self.shards.counts(p.param) else None for p, g in pairs}
-        found = {0: self.sizes.new_zeros(())}
 
-        def multiply(flat: Flat, block: Block) -> None:
+        def multiplied(flat: Flat, block: Block) -> Tensor:
             eps = flat.scratch(block)
             copy(eps.views, block.targets, block.odd)
             eps.flat.sub_(flat.backup[block.place])
@@ -304,9 +284,18 @@ class Weights:
                 torch._foreach_zero_(none)
             if there := [(view, grad) for view, grad in pairs if grad is not None]:
                 torch._foreach_mul_([view for view, _ in there], [grad for _, grad in there])
-            found[1 + block.number] = eps.flat.sum().to(self.device, self.dtype)
+            return eps.flat.sum()
 
-        by_block(self._flat.flats if self.moved else [], multiply)
+        return self._total(self._flat.flats if self.moved else [], multiplied)
+
+    def _total(self, flats: Sequence[Flat], of: Callable[[Flat, Block], Tensor]) -> Tensor:
+        """The sum over all blocks, and shards, in the same order whatever the threads."""
+        found = {-1: self.sizes.new_zeros(())}
+
+        def work(flat: Flat, block: Block) -> None:
+            found[block.number] = of(flat, block).to(self.device, self.dtype)
+
+        by_block(flats, work)
         total = torch.stack([found[number] for number in sorted(found)]).sum()
         return self.shards.sum_(total) if self.shards.several else total
 
@@ -324,26 +313,27 @@ class Weights:
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
-        loaded = dict(self._loaded(values))
-        norms = [
-            torch.linalg.vector_norm(m, dtype=self.dtype).to(self.device) for m in loaded.values()
-        ]
-        norm = torch.stack([*norms, self.sizes.new_zeros(())]).sum()
-        finite = (self.shards.sum_(norm) if self.shards.several else norm) < torch.inf
-        bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norm, decay), 1.0)
-        scales = torch.where(finite, torch.zeros_like(norm) + scale, 0.0)
+        flats, given = self._last(), dict(zip(self.params, values, strict=True))
+        norms = self._total(flats, lambda f, b: torch.linalg.vector_norm(f.loaded(b, given).flat))
+        finite = norms < torch.inf
+        bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
+        scales = torch.where(finite, torch.zeros_like(norms) + scale, 0.0)
         kept = {p: local(m) for p, m in zip(self.params, memory, strict=True)}
         for group in self._flat.groups:
             torch._foreach_mul_([kept[p] for p in group], decays.to(group[0].device))
 
         def learn(flat: Flat, block: Block) -> None:
-            new = flat.scratch(block)
-            new.flat.copy_(loaded[flat][block.place]).masked_fill_(bad.to(flat.device), 0.0)
+            # a single block is still there
+            new = flat.scratch(block) if len(flat.blocks) == 1 else flat.loaded(block, given)
+            new.flat.masked_fill_(bad.to(flat.device), 0.0)
             (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
             torch._foreach_add_([m for m in block.of(kept) if m is not None], new.views)
 
-        by_block(list(loaded), learn)
+        by_block(flats, learn)
+
+    def _last(self) -> list[Flat]:
+        """Flat memory as of the last move: gradients are of that one, whatever was rebound since."""
+        return self._flat.flats if self.moved or self._flat.fits() else self._flat.now()
 
     def _memory(self) -> list[Flat]:
-        """Flat memory as it is laid out now; while weights are moved it stays where it is."""
         return self._flat.flats if self.moved else self._flat.now()

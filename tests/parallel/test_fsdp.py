@@ -11,6 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import steppe
 from steppe.noise import Draw
+from steppe.shards import Shards
+from steppe.weights import Weights
 from tests.nets import batch, equal, loss_fn, weights_of
 from tests.parallel.harness import run
 
@@ -168,14 +170,14 @@ def measured_on(rank):
     """<eps, g> for gradients that are sharded, and notes of gradients that are whole."""
     world = torch.distributed.get_world_size()
     model = Net() if world == 1 else sharded(init_device_mesh("cpu", (world,)), "columns")
-    perturber = steppe.attach(model, sgd(model), steppe.arwp(0.05))
-    weights, noise = perturber._engine.weights, perturber.method.passes[0].perturbation
+    weights = Weights(list(model.named_parameters()), sgd(model), Shards(model))
     loss_fn(model(data(0)[0]), data(0)[1]).backward()
     grads = [p.grad for p in model.parameters()]
-    perturber._engine.move(0, Draw(7, 3))
+    weights.save()
+    weights.add_noise(Draw(7, 3), 0.05 * weights.filter_norms())
     slope = weights.dot_eps(grads)
-    perturber.restore()
-    return slope, noise.collect_all(weights, full(grads), [])
+    weights.restore()
+    return slope, steppe.AdaptiveGaussian(0.05).collect_all(weights, full(grads), [])
 
 
 def test_the_slope_along_eps_and_notes_do_not_depend_on_the_number_of_shards():
@@ -350,7 +352,7 @@ def other_shardings(rank):
 def test_shardings_that_are_not_fsdps_are_refused():
     for messages in run(4, other_shardings):
         assert len(messages) == 4
-        assert all("Tensor parallelism" in message for message in messages)
+        assert all("one dimension of shards" in message for message in messages)
         assert messages[0].startswith("first.weight")
         assert "not by fully_shard()" in messages[0]
 

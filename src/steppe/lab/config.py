@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Suppress
 
-from steppe import noise
 from steppe.lab.coercion import coerce, field_types
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.options import Maybe
@@ -152,7 +151,9 @@ class Config:
     @property
     def identity(self) -> str:
         """Runs with the same identity end with the same weights, bit for bit."""
-        return _digest(self, without=OUTSIDE, noise=noise.VERSION)
+        from steppe.noise import VERSION  # here: `--help` must not wait for torch
+
+        return _digest(self, without=OUTSIDE, noise=VERSION)
 
     @property
     def experiment(self) -> str:

@@ -18,6 +18,7 @@ COMMANDS = {
     "launches": ["launches.py", "--quick"],
     "imports": ["imports.py", "--quick"],
     "analysis": ["analysis.py", "--quick"],
+    "endings": ["endings.py", "--quick"],
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from steppe.analysis import Result, interpolate, sharpness, top_eigs
+from steppe.analysis import Result, interpolate, robustness, sharpness, top_eigs
 from steppe.cli import run
 from steppe.lab.runs import Store
 from steppe.report import figure_of
@@ -25,7 +25,8 @@ def results(lab):
     problem = problem_of(found, samples=20)
     half = {name: value / 2 for name, value in problem.model.state_dict().items()}
     measured = [top_eigs(problem, k=2, tol=0.1), interpolate(problem, half, n=3)]
-    return {type(r): r for r in [*stored, *measured, sharpness(problem, steps=1, m=10)]}
+    measured += [sharpness(problem, steps=1, m=10), robustness(problem, draws=1)]
+    return {type(r): r for r in [*stored, *measured]}
 
 
 def test_every_kind_of_result_plots_itself(results):

@@ -46,6 +46,7 @@ class Weights:
         kinds = {p.dtype for p in self.params}
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self.sizes = self._repeat([float(p.length) for p in self.params])
+        self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
@@ -73,9 +74,12 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        flats = self._memory() if tensors is None else self._last()
+        norms = self.sizes.new_empty(self.filters)
+        if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
+            norms.zero_()
         given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
-        for flat in self._memory() if tensors is None else self._last():
+        for flat in flats:
             if tensors is None and not self.moved:  # the backup is free memory then
                 copy(flat.views, flat.values, flat.odd)
             norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
@@ -90,7 +94,7 @@ class Weights:
 
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
-        return self.filter_norms() * self.sizes.rsqrt()
+        return self.filter_norms() * self._per_entry
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -291,13 +295,14 @@ class Weights:
 
     def _total(self, flats: Sequence[Flat], of: Callable[[Flat, Block], Tensor]) -> Tensor:
         """The sum over all blocks, and shards, in the same order whatever the threads."""
-        found = {-1: self.sizes.new_zeros(())}
+        found: dict[int, Tensor] = {}
 
         def work(flat: Flat, block: Block) -> None:
             found[block.number] = of(flat, block).to(self.device, self.dtype)
 
         by_block(flats, work)
-        total = torch.stack([found[number] for number in sorted(found)]).sum()
+        parts = [found[number] for number in sorted(found)] or [self.sizes.new_zeros(())]
+        total = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         return self.shards.sum_(total) if self.shards.several else total
 
     @torch.no_grad()

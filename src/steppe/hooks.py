@@ -120,7 +120,8 @@ class Hooks:
             if owner._parameters.get(name) is not param and not is_sharded(param):
                 raise RuntimeError(
                     f"The attached model runs with another {name} than the one that was attached "
-                    "(torch.func.functional_call with other weights, or a parametrization since). "
+                    "(torch.func.functional_call with other weights; a parametrization or a move to "
+                    "another device since). "
                     "Hold the pass open over what is made of the model's own weights: "
                     f"{self._training.loop.hold}. Or attach again."
                 )

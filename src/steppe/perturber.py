@@ -15,7 +15,7 @@ from torch import Tensor
 from steppe.distributed import Ranks
 from steppe.hooks import Hooks
 from steppe.methods import Method
-from steppe.noise import Draw
+from steppe.noise import VERSION, Draw
 from steppe.passes import Answers, Run, deal
 from steppe.training import Training
 
@@ -280,6 +280,7 @@ class Perturber:
         settings = re.sub(r" at 0x[0-9a-f]+|, rise=None", "", repr(self.method))
         return {
             "format": FORMAT,
+            "noise": VERSION,
             "method": self.method.name,
             "settings": settings,
             "seed": training.seed,
@@ -313,6 +314,12 @@ class Perturber:
                 f"{mine['settings']} is used from here on.",
                 stacklevel=2,
             )
+        if state.get("noise", 1) != VERSION:
+            warnings.warn(
+                "The state was saved by a version of steppe that drew other noise for a seed: training goes "
+                "on with its step and history, but not bit for bit as that version would.",
+                stacklevel=2,
+            )
         self.restore()
         with torch.no_grad():
             for saved, here in zip(state["states"], mine["states"], strict=True):
@@ -336,10 +343,8 @@ def _difference(saved: list[Any], here: list[Any]) -> str:
 
 
 def _check_same_tensors(saved: list[Any], here: list[Any]) -> None:
-    def shapes(states: list[Any]) -> list[Any]:
-        return [{k: [tuple(t.shape) for t in v] for k, v in s.items()} for s in states]
-
-    if shapes(saved) != shapes(here):
+    shapes = [[{k: [t.shape for t in v] for k, v in s.items()} for s in x] for x in (saved, here)]
+    if shapes[0] != shapes[1]:
         raise ValueError(
             "The saved history has another form than this method's (elementwise, or another number "
             "of filters)."

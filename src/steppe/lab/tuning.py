@@ -52,8 +52,7 @@ class Tune:
         if self.seeds < 1 + self.keep:
             raise LabError(
                 f"tuning needs {1 + self.keep} or more seeds per value, got {self.seeds}."
-                + " One seed has no standard error; with keep off the best mean wins."
-                * self.keep
+                + " One seed has no standard error; with keep off the best mean wins." * self.keep
             )
         if not 0 < self.validation < 1:
             raise LabError(f"tuning's validation must be between 0 and 1, got {self.validation}.")

@@ -394,7 +394,7 @@ def test_label_smoothing_does_not_keep_the_ramp_shut(smoothing):
     stats = perturber.stats()
     assert stats["ramp"] > 0.4
     off = stats["measured_rise"] - stats["ramp"] * 0.02
-    assert abs(off) < 4 * stats["measured_rise_stderr"] < 0.04
+    assert abs(off) < 4 * stats["measured_rise_stderr"] < 0.06
 
 
 def test_fine_tuning_from_a_low_loss_leaves_it_off_and_says_so():

@@ -201,6 +201,20 @@ def does_something(lines: Lines, runs: list[Run]) -> tuple[list[str], dict[str, 
     return active, gains
 
 
+def agreement(lines: Lines) -> dict[str, tuple[float, float, int]]:
+    """By setting: a direct measurement at the end of training over half the meter, at the median of all
+    runs, the share of them within [.5, 2], and how many they are."""
+    ratios: dict[str, list[float]] = {}
+    for run, line in lines.items():
+        for rise, _, measured in line.get("probes", [])[-1:]:
+            if measured > 0:
+                ratios.setdefault(run.setting, []).append(rise / measured)
+    return {
+        name: (statistics.median(r), sum(0.5 <= x <= 2 for x in r) / len(r), len(r))
+        for name, r in ratios.items()
+    }
+
+
 def read(path: Path) -> dict[Run, dict[str, Any]]:
     names = [field.name for field in fields(Run)]
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -240,6 +254,9 @@ def choose(lines: Lines) -> None:
                 "    gains:",
                 ", ".join(f"{k} {g.mean:+.1f} ± {g.stderr:.1f}" for k, g in gains.items()),
             )
+
+    for name, (median, within, n) in agreement(lines).items():
+        print(f"probe / (meter / 2), {name}: {median:.2f}, {within:.0%} within [.5, 2] (n = {n})")
 
 
 def work(path: Path, jobs: int, minutes: float) -> None:

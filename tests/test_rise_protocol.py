@@ -80,6 +80,17 @@ def test_stages_follow_each_other_and_nothing_is_repeated():
     assert {r.method for r in rise.to_do(lines)} <= {"msam"}
 
 
+def test_probes_are_compared_with_the_meter():
+    run = rise.Run("regression", "rwp", 0.05, 4, 0.5, rise.FIRST_SEED)
+    lines = {
+        run: {"probes": [[9.0, 0.1, 1.0], [0.04, 0.01, 0.05]]},
+        rise.replace(run, strength=0.1): {"probes": [[9.0, 0.1, 1.0], [0.03, 0.01, 0.1]]},
+        run.baseline: {},
+    }
+    median, within, n = rise.agreement(lines)["regression"]
+    assert (median, within, n) == (pytest.approx(0.55), 0.5, 2)
+
+
 def test_a_run_writes_its_line(tmp_path):
     for method in ("baseline", "rwp", "m_rwp", "msam"):
         run = rise.Run("regression", method, 0.05, 4, 0.5, rise.FIRST_SEED)

@@ -239,7 +239,7 @@ def compare(
         choices = [Choice(spec) for spec in specs]
         if tune:
             how = tune if isinstance(tune, Tune) else Tune()
-            choices = tune_all(specs, config, how, run, sources)
+            choices = tune_all(specs, config, how, run)
         work = [
             Job(f"{choice.spec} seed {seed}", choice.spec.apply(config.replace(seed=seed)))
             for seed in numbers

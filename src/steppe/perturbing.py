@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from torch import nn
 
 from steppe.attaching import check_seed, parameter_names, warn_unmatched
 from steppe.noise import Draw
-from steppe.shards import Shards
+from steppe.shards import Shards, sharding
 from steppe.weights import Weights
 
 
@@ -27,8 +26,8 @@ def perturbed(
     displaced by about `ratio` times its norm, `std_j = ratio ‖w_j‖ / sqrt(d_j)`, as `rwp(ratio=…)`
     does; a negative `ratio` gives the same noise with the opposite sign, for antithetic pairs.
 
-    - The noise is a function of `seed` and of the model's shapes, independent for each tensor, and the
-      same on every rank and for any sharding. The global generator is not used.
+    - The noise is a function of `seed` and of the parameters' shapes and memory format, independent for
+      each tensor, and the same on every rank and for any sharding. The global generator is not used.
     - Every floating-point parameter is perturbed, also a frozen one; `exclude` takes names to leave
       out, for example `("*.bias", "*norm*")`.
     - Every exit restores the weights bit-exactly, exceptions and Ctrl-C included. Nothing else is
@@ -49,11 +48,10 @@ def perturbed(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     check_seed(seed)
-    if not isinstance(ratio, numbers.Real) or not math.isfinite(ratio):
+    if not (isinstance(ratio, int | float) and math.isfinite(ratio)):
         raise ValueError(f"ratio must be a finite number, got {ratio!r}.")
-    for module in model.modules():  # FSDP2 may have left gathered tensors in the parameters' place
-        if hasattr(module, "reshard"):
-            module.reshard()
+    for module in sharding(model):  # gathered tensors may be in the parameters' place
+        module.reshard()
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     names = parameter_names(model)
     warn_unmatched(patterns, names)

@@ -113,15 +113,16 @@ class Weights:
     @torch.no_grad()
     def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        if self.shards.several:
-            pairs = zip(tensors, params, strict=True)
-            tensors = [t for t, p in pairs if self.shards.counts(p.param)]
-        mine = [local(t) for t in tensors if t is not None]
-        norms = (
-            torch._foreach_norm(mine, 2, dtype=self.dtype) if mine else [self.sizes.new_zeros(())]
-        )
-        total = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
-        return self.shards.sum_(total.square()).sqrt_() if self.shards.several else total
+        pairs = zip(params, tensors, strict=True)
+        given = {p: t if self.shards.counts(p.param) else None for p, t in pairs}
+
+        def squared(flat: Flat, block: Block) -> Tensor:
+            there = block.in_place(given)
+            there = flat.loaded(block, given).flat if there is None else there
+            norm: Tensor = torch.linalg.vector_norm(there, dtype=flat.wide)
+            return norm.square_()
+
+        return self._total(self._last(), squared).sqrt_()
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
@@ -326,16 +327,19 @@ class Weights:
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
         scales = torch.where(finite, torch.zeros_like(norms) + scale, 0.0)
-        kept = {p: local(m) for p, m in zip(self.params, memory, strict=True)}
-        for group in self._flat.groups:
-            torch._foreach_mul_([kept[p] for p in group], decays.to(group[0].device))
+        kept = dict(zip(self.params, memory, strict=True))
+        for p in self.params:
+            if not p.active:
+                local(kept[p]).mul_(decays.to(p.device))
 
         def learn(flat: Flat, block: Block) -> None:
             # a single block is still there
             new = flat.scratch(block) if len(flat.blocks) == 1 else flat.loaded(block, given)
             new.flat.masked_fill_(bad.to(flat.device), 0.0)
             (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
-            torch._foreach_add_([m for m in block.of(kept) if m is not None], new.views)
+            memory = [m for m in block.of(kept) if m is not None]
+            torch._foreach_mul_(memory, decays.to(flat.device))
+            torch._foreach_add_(memory, new.views)
 
         by_block(flats, learn)
 

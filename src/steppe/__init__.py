@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
     from steppe.perturber import Perturber, Probe
+    from steppe.perturbing import perturbed
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "m_rwp",
     "mixed",
     "msam",
+    "perturbed",
     "process_group",
     "recompute_norm_stats",
     "rwp",
@@ -73,6 +75,7 @@ _MODULES = (
     "methods",
     "perturbations",
     "perturber",
+    "perturbing",
     "schedules",
 )
 """Where the names of `__all__` are defined."""

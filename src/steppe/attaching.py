@@ -154,9 +154,7 @@ def choose(
             f"The optimizer's {len(strangers)} parameters (shapes {shapes}) are not the model's. "
             "Attach the model whose parameters the optimizer was made from."
         )
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
-            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=3)
+    warn_unmatched(patterns, names)
     renormed = _renormed(model)
     perturbed, skipped = [], {}
     for param, known in names.items():
@@ -173,6 +171,17 @@ def choose(
     order = {param: number for number, param in enumerate(groups)}
     perturbed.sort(key=lambda entry: order[entry[1]])
     return Choice(perturbed, skipped)
+
+
+def warn_unmatched(patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
+            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=4)
+
+
+def check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an int, got {seed!r}.")
 
 
 def _renormed(model: nn.Module) -> set[Tensor]:
@@ -242,8 +251,7 @@ def _check_kinds(
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed must be an int, got {seed!r}.")
+    check_seed(seed)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
 

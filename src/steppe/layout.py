@@ -56,11 +56,13 @@ class Perturbed:
     dtype: torch.dtype
     device: torch.device
     """The full parameter's, as they were when steppe was attached."""
+    always: bool = False
+    """Perturbed also where frozen: nothing trains it."""
 
     @property
     def active(self) -> bool:
-        """Frozen parameters are never touched, whenever they were frozen."""
-        return self.param.requires_grad
+        """In training, frozen parameters are never touched, whenever they were frozen."""
+        return self.always or self.param.requires_grad
 
     @property
     def values(self) -> Tensor:

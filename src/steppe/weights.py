@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +18,24 @@ from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
 from steppe.layout import Perturbed, local
 from steppe.noise import Draw
 from steppe.shards import Shards
-from steppe.watch import Watch, written_by_others
+from steppe.watch import ALREADY, Watch, written_by_others
+
+_away: WeakSet[Weights] = WeakSet()
+"""Who has moved weights at present: two must never move the same ones."""
 
 
 class Weights:
     """Every perturbed parameter, its filters in one row of numbers, and the way back.
 
     Quantities per filter (norms, history, std) are vectors over the filters of all parameters, in the
-    order of `params`: a few thousand numbers, the same on every rank that holds a shard.
+    order of `params`: a few thousand numbers, the same on every rank that holds a shard. The groups of
+    `optimizer` say what is perturbed how much; without one, all alike, also frozen ones.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         shards: Shards | None = None,
     ) -> None:
         self.shards, self._optimizer = shards or Shards(), optimizer
@@ -40,7 +45,7 @@ class Weights:
             count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
             place = slice(self.filters, self.filters + count)
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            self.params.append(Perturbed(name, param, place, at, *kind))
+            self.params.append(Perturbed(name, param, place, at, *kind, optimizer is None))
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
         kinds = {p.dtype for p in self.params}
@@ -139,7 +144,7 @@ class Weights:
         `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
         """
         found = {}
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._optimizer else ():
             factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
             factor = -factor if uphill and group.get("maximize", False) else factor
             if factor != 1:
@@ -166,11 +171,13 @@ class Weights:
     @torch.no_grad()
     def save(self) -> None:
         """Back up the true weights. From here until `restore()` they may be written."""
-        if self.moved:
-            raise RuntimeError("The weights are already perturbed; restore() them first.")
+        mine = {id(p.param) for p in self.active} if _away else ()
+        if any(id(p.param) in mine for other in _away for p in other.moved):
+            raise RuntimeError(ALREADY)
         for flat in self._memory():
             copy(flat.views, flat.values, flat.odd)
         self.moved, self._written = self.active, False
+        _away.add(self)
 
     def watch(self) -> None:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
@@ -193,6 +200,7 @@ class Weights:
             for flat in self._flat.flats:
                 copy(flat.values_now() if written else flat.values, flat.views, flat.odd)
             self.moved = []
+            _away.discard(self)
             self.shards.reshard()
             if written and not quiet:
                 raise written_by_others(written)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from steppe.perturber import Perturber, Probe
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdaptiveGaussian",

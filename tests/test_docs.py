@@ -45,10 +45,52 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert (tmp_path / "api" / "index.html").exists()
 
 
-def test_relative_links_lead_somewhere():
+HOME = "https://github.com/steppe-torch/steppe/blob/main/"
+RAW = "https://raw.githubusercontent.com/steppe-torch/steppe/main/"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def anchors(page):
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_links_lead_somewhere():
     broken = []
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if "://" not in link and not (page.parent / link).exists():
-                broken.append(f"{page.name}: {link}")
+        content = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", content)
+        broken += [f"{page.name}: {link}" for link in links
+                   if "://" not in link and not (page.parent / link).exists()]  # fmt: skip
+    for link in re.findall(r"^\[[\w-]+\]: (\S+)$", README, re.MULTILINE):
+        path, _, anchor = link.removeprefix(HOME).removeprefix(RAW).partition("#")
+        if path == link:
+            assert link.startswith("https://openreview.net/"), link
+        elif not (ROOT / path).exists() or (anchor and anchor not in anchors(ROOT / path)):
+            broken.append(f"README.md: {link}")
     assert not broken
+
+
+def test_the_readme_is_short_and_readable_on_an_index():
+    """Absolute links, at most 700 words outside code and tables, the install line among the first 150."""
+    assert not re.findall(r"\]\((?!https://)", README)
+    assert set(re.findall(r"\]\[([\w-]+)\]", README)) == set(
+        re.findall(r"^\[([\w-]+)\]:", README, re.MULTILINE)
+    )
+    assert len(README[: README.index("pip install -c constraints.txt .")].split()) < 150
+    prose = re.sub(
+        r"^```.*?^```|^\|.*?$|^\[.*?\]: .*?$", "", README, flags=re.DOTALL | re.MULTILINE
+    )
+    assert len(prose.split()) <= 700
+
+
+def test_the_gains_of_the_readme_are_the_evidence():
+    """Each row of its table of gains stands in docs/evidence.md with the same numbers."""
+    evidence = [line.split("|") for line in (ROOT / "docs/evidence.md").read_text().splitlines()]
+    header = next(cells for cells in evidence if "setting" in str(cells) and " RWP " in cells)
+    lines = README[README.index("| setting |") :].split("\n\n")[0].splitlines()
+    names, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    places = [[c.strip().replace("baseline", "SGD") for c in header].index(n) for n in names[1:]]
+    known = [[cells[i].strip() for i in places] for cells in evidence if len(cells) == len(header)]
+    assert len(rows) >= 4
+    assert all(row[1:] in known for row in rows), known

@@ -89,7 +89,8 @@ def test_compare_runs_from_the_wheel(tmp_path):
     run(str(python), "-m", "pip", "install", "-q", "--no-index", f"{wheel}[lab]", cwd=tmp_path)
     where = run(str(python), "-c", "import steppe; print(steppe.__file__)", cwd=tmp_path)
     assert where.startswith(str(tmp_path))
-    compare = "compare sgd rwp --data digits --model mlp --steps 20 --seeds 2 --store runs".split()
-    table = run(str(python.with_name("steppe")), *compare, cwd=tmp_path)
+    options = ["--data=digits", "--model=mlp", "--steps=20", "--seeds=2", "--store=runs"]
+    command = str(python.with_name("steppe"))
+    table = run(command, "compare", "sgd", "rwp", *options, cwd=tmp_path)
     assert "SGD" in table
     assert "RWP" in table

@@ -51,15 +51,19 @@ class Report:
 class Figures:
     """Draw a figure from stored runs, as PNG and SVG.
 
-    Of any runs: landscape, spectrum, radius (`steppe analyze` measures them). Of the paper: 1
-    radius, 2 convergence, 3 trade-off, 4 sensitivity, 5 landscapes and spectra, theory. If
-    something is missing, the error names the command that makes it.
+    Of any runs: landscape, spectrum, radius, robustness (`steppe analyze` measures them). Of the
+    paper: 1 radius, 2 convergence, 3 trade-off, 4 sensitivity, 5 landscapes and spectra, theory.
+    If something is missing, the error names the command that makes it.
     Example: steppe figure landscape mine.json; steppe figure 2 --recipe digits
     """
 
     figure: Annotated[
-        Positional[Literal["landscape", "spectrum", "radius", "1", "2", "3", "4", "5", "theory"]],
-        tyro.conf.arg(metavar="{landscape,spectrum,radius,1-5,theory}"),
+        Positional[
+            Literal[
+                "landscape", "spectrum", "radius", "robustness", "1", "2", "3", "4", "5", "theory"
+            ]
+        ],
+        tyro.conf.arg(metavar="{landscape,spectrum,radius,robustness,1-5,theory}"),
     ]
     """Which figure."""
     runs: Annotated[Positional[Words], tyro.conf.arg(metavar="[RUN ...]")] = ()
@@ -81,7 +85,7 @@ class Figures:
         from steppe.report.pictures import analysis_figure
 
         try:
-            if self.figure in ("landscape", "spectrum", "radius"):
+            if self.figure in ("landscape", "spectrum", "radius", "robustness"):
                 if self.recipe is not None or self.methods:
                     raise LabError(
                         f"--recipe and --methods belong to figures 1 to 5: name the runs, "

@@ -1,11 +1,15 @@
 """Every Python block of README and docs runs, page by page, in order."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import steppe
+import steppe.methods
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,7 +46,22 @@ def test_the_site_builds_without_a_warning(tmp_path):
         [*build, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "api" / "index.html").exists()
+    pages = "".join(file.read_text() for file in tmp_path.glob("api*/index.html"))
+    public = [f"{p.__name__}.{name}" for p in (steppe, steppe.lab, steppe.analysis, steppe.report)
+              for name in p.__all__]  # fmt: skip
+    assert not [name for name in public if f'id="{name}"' not in pages]
+
+
+def test_every_argument_of_a_method_is_explained():
+    """The reference's table names each one, with the methods that take it."""
+    table = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", (ROOT / "docs/api.md").read_text(), re.M)
+    said = {name: set(re.findall(r"`(\w+)`", methods)) for name, methods in table}
+    taken = {}
+    for name, function in inspect.getmembers(steppe.methods, inspect.isfunction):
+        if name in steppe.__all__ and inspect.signature(function).return_annotation == "Method":
+            for argument in inspect.signature(function).parameters:
+                taken.setdefault(argument, set()).add(name)
+    assert said == taken
 
 
 HOME = "https://github.com/steppe-torch/steppe/blob/main/"

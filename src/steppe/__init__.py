@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from steppe.perturbing import perturbed
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdaptiveGaussian",

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from steppe.layout import Perturbed, Stretch, is_sharded
 from steppe.noise import PARALLEL_FROM, Draw, spread, standard_normal_
 
-CHUNK = 2**20
-"""Weights that exist at once with noise in them."""
+CHUNK = 2**18
+"""Weights that exist at once with noise in them, or one block of noise where that is more."""
 
 LowRank = Callable[[], "tuple[Tensor, Tensor] | None"]
 """(B, A) where a layer computes with W + B A, None where it has nothing to add."""

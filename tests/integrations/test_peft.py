@@ -99,7 +99,7 @@ def written(model, eps):
 # ---------------------------------------------------------------------- the same as written weights
 
 
-@pytest.mark.parametrize("chunk", [2**20, 100], ids=["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunk", [2**18, 100], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("adapters", [("default",), ("a", "b")])
 def test_equals_noise_written_into_the_weights(adapters, chunk, monkeypatch):
     monkeypatch.setattr(frozen, "CHUNK", chunk)

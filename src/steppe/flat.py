@@ -13,13 +13,14 @@ from itertools import count
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored
 from steppe.noise import PARALLEL_FROM, spread, standard_normal_
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
 """Tensors like what this rank holds of parameters."""
+PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Member:
@@ -81,6 +82,8 @@ class Block:
         self, number: int, noise: int, parts: list[Part], backup: Tensor, first_row: int
     ) -> None:
         self.number, self._noise, self.parts = number, noise, parts
+        self._owners = [part.member.owner for part in parts]
+        self._whole = all(part.rows == part.member.rows for part in parts)
         runs = self.runs = runs_of([(part.rows, part.member.length) for part in parts])
         self.counts, start = [rows for rows, _ in runs], parts[0].begin
         self.rows = slice(first_row, first_row + sum(self.counts))
@@ -104,7 +107,11 @@ class Block:
 
     def of(self, tensors: Given) -> list[Tensor | None]:
         """This block's part of tensors that are like what this rank holds."""
-        pairs = [(part, tensors[part.member.owner]) for part in self.parts]
+        found = [tensors[owner] for owner in self._owners]
+        plain = self._whole and PLAIN.issuperset(map(type, found))
+        if plain and not any(t is not None and t.is_sparse for t in found):
+            return found
+        pairs = zip(self.parts, found, strict=True)
         return [None if t is None else part.of(local(t)) for part, t in pairs]
 
     def in_place(self, tensors: Given) -> Tensor | None:

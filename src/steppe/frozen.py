@@ -260,11 +260,11 @@ class FrozenLayers:
         for layer, _ in self.places:
             layer.noise = None
 
-    def slope(self, like: Tensor) -> Tensor:
-        """<E, dL/dW> of the pass so far, over all layers."""
+    def slope(self, like: Tensor) -> Tensor | None:
+        """<E, dL/dW> of the pass so far, over all layers; None where none is measured."""
         found = [layer.noise.slope for layer, _ in self.places if layer.noise is not None]
         there = [slope.to(like) for slope in found if slope is not None]
-        return torch.stack(there).sum() if there else like.new_zeros(())
+        return torch.stack(there).sum() if there else None
 
     def check_ran(self) -> None:
         """Raise where a pass is over and no layer was called with its noise."""

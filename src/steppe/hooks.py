@@ -242,7 +242,8 @@ class Hooks:
 
 
 def _pull(running: Running, gradient: Tensor) -> None:
-    pull = gradient.detach().abs().sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+    wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
+    pull = gradient.detach().abs().sum(dtype=wide)
     running.pull = pull if running.pull is None else running.pull + pull
 
 

@@ -70,6 +70,7 @@ class Training:
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
         self.several = len(method.passes) > 1
+        self._steered = method.steered
         self.rests = method.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
         those gathered at perturbed weights do not fit the true ones."""
@@ -98,6 +99,12 @@ class Training:
         other passes or of other ranks. Sharded gradients are there as a whole only."""
         alone = not self.several and not self.ranks.averages
         return self.metered and not alone and not self.weights.shards.several
+
+    @property
+    def adds_passes(self) -> bool:
+        """Whether the gradients of passes are put aside for each other and added up by us."""
+        ours = not (self.ranks.averages or self.weights.shards.several)
+        return ours and not self.leaves.hooked
 
     def slope_factor(self, noise: Perturbation, step: Step) -> float:
         """What the measured slopes are multiplied by to be those of the loss itself."""
@@ -146,7 +153,13 @@ class Training:
     # ------------------------------------------------------------------ moving the weights
 
     def begin(
-        self, index: int, factor: float = 1.0, *, share: float = 1.0, held: str = ""
+        self,
+        index: int,
+        factor: float = 1.0,
+        *,
+        share: float = 1.0,
+        held: str = "",
+        apart: bool = False,
     ) -> Running:
         """Put the eps of a pass into the weights and weigh its gradients by `factor`."""
         self.restore()
@@ -161,7 +174,7 @@ class Training:
                 "state_dict(), or give the rise as a schedule (rise=steppe.constant(0.05)).",
                 stacklevel=2,
             )
-        running = Running(index, factor, share, held)
+        running = Running(index, factor, share, held, apart=apart)
         self.step.running = running
         try:
             if self.method.passes[index].perturbation is not None:
@@ -192,7 +205,7 @@ class Training:
     def metered(self) -> bool:
         """Whether the loss rise is measured in this step: in the first ones, then in some."""
         now = self.number <= OPENING or self.number % PERIOD == 1
-        return self.method.steered and now and not self.resting
+        return self._steered and now and not self.resting
 
     def gain(self, noise: Perturbation) -> Tensor | None:
         """The factor that a steered perturbation's strength has now, on the device."""
@@ -241,8 +254,9 @@ class Training:
             finally:
                 if frozen is not None:
                     frozen.thaw()
+                self._marks = None
                 self.restore()
-            self._marks, self._passed = self.weights.marks(), True
+            self._marks, self._passed = self._marks or self.weights.marks(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""

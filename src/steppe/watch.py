@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steppe.layout import Perturbed, stored
 
@@ -19,13 +19,16 @@ class Watch:
 
     def __init__(self, params: Sequence[Perturbed]) -> None:
         self._params = params
+        plain = all(type(p.param) is nn.Parameter for p in params)
+        self._stored = stored(params) if plain else None
         self._moved: Sequence[Perturbed] = ()
         self._marks: tuple[tuple[int, int], ...] = ()
         self._norms: Tensor | None = None
         self._close_looks = 0 if any(p.device.type == "meta" for p in params) else CLOSE_LOOKS
 
     def marks(self) -> tuple[tuple[int, int], ...]:
-        return tuple((t._version, t.data_ptr()) for t in stored(self._params))
+        tensors = stored(self._params) if self._stored is None else self._stored
+        return tuple([(t._version, t.data_ptr()) for t in tensors])
 
     def begin(self, moved: Sequence[Perturbed]) -> None:
         self._moved, self._marks = moved, self.marks()

@@ -49,6 +49,7 @@ class Weights:
         kinds = [p.dtype for p in self.params]
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self.sizes = self._repeat([float(p.length) for p in self.params])
+        self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
@@ -82,9 +83,12 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        flats = self._memory() if tensors is None else self._last()
+        norms = self.sizes.new_empty(self.filters)
+        if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
+            norms.zero_()
         given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
-        for flat in self._memory() if tensors is None else self._last():
+        for flat in flats:
             if tensors is None and not self.moved:  # the backup is free memory then
                 copy(flat.views, flat.values, flat.odd)
             norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
@@ -101,7 +105,7 @@ class Weights:
 
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
-        return self.filter_norms() * self.sizes.rsqrt()
+        return self.filter_norms() * self._per_entry
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -119,13 +123,16 @@ class Weights:
     @torch.no_grad()
     def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        if self.shards.several:
-            pairs = zip(tensors, params, strict=True)
-            tensors = [t for t, p in pairs if self.shards.counts(p.param)]
-        mine = [local(t) for t in tensors if t is not None] or [self.sizes.new_zeros(())]
-        norms = torch._foreach_norm(mine, 2, dtype=self.dtype)
-        total = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
-        return self.shards.sum_(total.square()).sqrt_() if self.shards.several else total
+        pairs = zip(params, tensors, strict=True)
+        given = {p: t if self.shards.counts(p.param) else None for p, t in pairs}
+
+        def squared(flat: Flat, block: Block) -> Tensor:
+            there = block.in_place(given)
+            there = flat.loaded(block, given).flat if there is None else there
+            norm: Tensor = torch.linalg.vector_norm(there, dtype=flat.wide)
+            return norm.square_()
+
+        return self._total(self._last(), squared).sqrt_()
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
@@ -301,13 +308,14 @@ class Weights:
 
     def _total(self, flats: Sequence[Flat], of: Callable[[Flat, Block], Tensor]) -> Tensor:
         """The sum over all blocks, and shards, in the same order whatever the threads."""
-        found = {-1: self.sizes.new_zeros(())}
+        found: dict[int, Tensor] = {}
 
         def work(flat: Flat, block: Block) -> None:
             found[block.number] = of(flat, block).to(self.device, self.dtype)
 
         by_block(flats, work)
-        total = torch.stack([found[number] for number in sorted(found)]).sum()
+        parts = [found[number] for number in sorted(found)] or [self.sizes.new_zeros(())]
+        total = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         return self.shards.sum_(total) if self.shards.several else total
 
     @torch.no_grad()
@@ -329,16 +337,19 @@ class Weights:
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
         scales = torch.where(finite, torch.zeros_like(norms) + scale, 0.0)
-        kept = {p: local(m) for p, m in zip(self.params, memory, strict=True)}
-        for group in self._flat.groups:
-            torch._foreach_mul_([kept[p] for p in group], decays.to(group[0].device))
+        kept = dict(zip(self.params, memory, strict=True))
+        for p in self.params:
+            if not p.active:
+                local(kept[p]).mul_(decays.to(p.device))
 
         def learn(flat: Flat, block: Block) -> None:
             # a single block is still there
             new = flat.scratch(block) if len(flat.blocks) == 1 else flat.loaded(block, given)
             new.flat.masked_fill_(bad.to(flat.device), 0.0)
             (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
-            torch._foreach_add_([m for m in block.of(kept) if m is not None], new.views)
+            memory = [m for m in block.of(kept) if m is not None]
+            torch._foreach_mul_(memory, decays.to(flat.device))
+            torch._foreach_add_(memory, new.views)
 
         by_block(flats, learn)
 

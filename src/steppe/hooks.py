@@ -51,6 +51,7 @@ class Hooks:
                 # after FSDP's own, when the module's parameters are the gathered ones
                 hook = module.register_forward_pre_hook(Hook(self, "gathered"))
                 self._handles.append(hook)
+        training.weights.frozen.install()
         perturbed = {slot.param: number for number, slot in enumerate(training.weights.params)}
         self._owners = [
             (module, name, param, perturbed[param])
@@ -65,6 +66,7 @@ class Hooks:
             handle.remove()
         for module in self._modules:
             vars(module).pop(STATE, None)
+        self._training.weights.frozen.remove()
         self._call.remove()
         vars(self._training.optimizer).pop(ASKS, None)
         if self._asks._answer:
@@ -106,7 +108,7 @@ class Hooks:
             return
         if running is not None and running.in_backward:
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and grad) or not training.weights.active:
+        if not (module.training and grad) or not training.perturbs_now:
             training.restore()
         elif running is not None:
             if training.weights.written():

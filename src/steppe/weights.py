@@ -7,7 +7,7 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
+from steppe.frozen import FrozenLayers, FrozenLinear
 from steppe.layout import Perturbed, local
 from steppe.noise import Draw
 from steppe.shards import Shards
@@ -37,18 +38,22 @@ class Weights:
         named: Sequence[tuple[str, nn.Parameter]],
         optimizer: torch.optim.Optimizer | None,
         shards: Shards | None = None,
+        frozen: Mapping[nn.Parameter, FrozenLinear] | None = None,
     ) -> None:
         self.shards, self._optimizer = shards or Shards(), optimizer
+        self.frozen = FrozenLayers(frozen)
         self.params: list[Perturbed] = []
         self.filters = 0
         for name, param in named:
             count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
             place = slice(self.filters, self.filters + count)
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            self.params.append(Perturbed(name, param, place, at, *kind, optimizer is None))
+            layer = self.frozen.of.get(param)
+            here = Perturbed(name, param, place, at, *kind, optimizer is None, layer)
+            self.params.append(here)
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
-        kinds = {p.dtype for p in self.params}
+        kinds = [p.dtype for p in self.params]
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self.sizes = self._repeat([float(p.length) for p in self.params])
         self._per_entry = self.sizes.rsqrt()
@@ -57,6 +62,7 @@ class Weights:
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
         self._flat = FlatMemory(self.params, self.device)
+        self.frozen.place(self.params, self._flat.noise)
         self._written = False
         self._watch = Watch(self.params)
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
@@ -69,6 +75,11 @@ class Weights:
     @property
     def active(self) -> list[Perturbed]:
         return [p for p in self.params if p.active]
+
+    @property
+    def away(self) -> bool:
+        """Whether a perturbation is at work, in place or out of place."""
+        return bool(self.moved) or self.frozen.noisy
 
     def marks(self) -> tuple[object, ...]:
         """A mark for every perturbed parameter, which differs if somebody has written it since."""
@@ -88,6 +99,8 @@ class Weights:
             if tensors is None and not self.moved:  # the backup is free memory then
                 copy(flat.views, flat.values, flat.odd)
             norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
+        if tensors is None:
+            self.frozen.write_norms(norms)
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -134,9 +147,9 @@ class Weights:
         return [torch.zeros_like(param, dtype=kind) for param, kind in kinds]
 
     def strengths(self) -> Tensor:
-        """Each filter's factor on the strength, from the parameter groups; 0 where frozen."""
+        """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
         factors = self._group_factors(uphill=False)
-        return self._repeat([f * p.active for f, p in zip(factors, self.params, strict=True)])
+        return self._repeat([f * p.noisy for f, p in zip(factors, self.params, strict=True)])
 
     def _group_factors(self, *, uphill: bool) -> list[float]:
         """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
@@ -193,6 +206,7 @@ class Weights:
         Raises, with the true weights in place, if somebody wrote a parameter in the meantime; `quiet`
         never raises (for `__del__`, and the end of the interpreter).
         """
+        self.frozen.end()
         if not self.moved:
             return
         with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
@@ -235,8 +249,9 @@ class Weights:
             block.draw_(eps.flat, seed_of(block.number))
             eps.flat.mul_(factors)
 
-        std = std if self.gain is None else std * self.gain
-        self._write(fill, self._with_factors(std), draw.sign)
+        std = self._with_factors(std if self.gain is None else std * self.gain)
+        self._write(fill, std, draw.sign)
+        self.frozen.begin(draw, seed_of, std, shaped=factor is not None)
 
     def add(
         self, directions: Sequence[Tensor | None], scale: Tensor, *, uphill: bool = False

@@ -75,7 +75,7 @@ class Setting:
     """What a run of the baseline takes on one core, for the estimate of the time."""
     methods: tuple[str, ...] = METHODS
     controls: tuple[Control, ...] = CONTROLS
-    tune: Tune | None = field(default_factory=lambda: Tune(baseline=True))
+    tune: Tune | None = field(default_factory=lambda: Tune(seeds=2, baseline=True, keep=False))
     tuned_controls: tuple[Control, ...] = ()
     """Those that also run with the tuned strength of their method."""
     lengths: tuple[str, ...] = ()

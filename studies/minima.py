@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from steppe import analysis
+from steppe.analysis.radius import radius_at
 from steppe.lab.compression import compress
 from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
@@ -145,7 +146,9 @@ def rounded(value: Any) -> Any:
 def radius_words(curve: Mapping[str, Any]) -> str:
     """How much further a random perturbation goes than an adversarial one, for the same rise."""
     reached = {
-        kind: _radius_at(curve["radii"], losses, curve["base"] + RISE)
+        kind: radius_at(
+            curve["radii"], [x if x is None else x - curve["base"] for x in losses], RISE
+        )
         for kind, losses in zip(curve["kinds"], curve["loss"], strict=True)
     }
     random, ascent = reached["random"], reached["sam"]
@@ -155,20 +158,3 @@ def radius_words(curve: Mapping[str, Any]) -> str:
         f"The loss of the baseline of seed 0 rises by {RISE:g} at radius {random:.3g} in random directions "
         f"and {ascent:.3g} along the gradient of {curve['batch']} samples: {random / ascent:.3g} times as far (n = 1)."
     )
-
-
-def _radius_at(radii: Sequence[float], losses: Sequence[float | None], level: float) -> float:
-    """Where the loss first reaches a level, between radii on a logarithmic scale; else infinity.
-
-    >>> round(_radius_at([0.1, 1.0, 10.0], [1.0, 1.0, 2.0], 1.5), 3)
-    3.162
-    """
-    before: tuple[float, float] | None = None
-    for radius, loss in zip(radii, losses, strict=True):
-        if loss is None or loss >= level:
-            if before is None or loss is None:
-                return radius
-            part = (level - before[1]) / (loss - before[1])
-            return float(before[0] * (radius / before[0]) ** part)
-        before = (radius, loss)
-    return math.inf

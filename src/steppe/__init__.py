@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         antithetic_rwp,
         arwp,
         asam,
+        flat_lora,
         lpf_sgd,
         m_arwp,
         m_rwp,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from steppe.perturbing import perturbed
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdaptiveGaussian",
@@ -53,6 +54,7 @@ __all__ = [
     "attach",
     "constant",
     "cosine_increase",
+    "flat_lora",
     "linear",
     "lpf_sgd",
     "m_arwp",

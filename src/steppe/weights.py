@@ -7,7 +7,7 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
+from steppe.frozen import FrozenLayers, FrozenLinear
 from steppe.layout import Perturbed, local
 from steppe.noise import Draw
 from steppe.shards import Shards
@@ -37,25 +38,31 @@ class Weights:
         named: Sequence[tuple[str, nn.Parameter]],
         optimizer: torch.optim.Optimizer | None,
         shards: Shards | None = None,
+        frozen: Mapping[nn.Parameter, FrozenLinear] | None = None,
     ) -> None:
         self.shards, self._optimizer = shards or Shards(), optimizer
+        self.frozen = FrozenLayers(frozen)
         self.params: list[Perturbed] = []
         self.filters = 0
         for name, param in named:
             count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
             place = slice(self.filters, self.filters + count)
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            self.params.append(Perturbed(name, param, place, at, *kind, optimizer is None))
+            layer = self.frozen.of.get(param)
+            here = Perturbed(name, param, place, at, *kind, optimizer is None, layer)
+            self.params.append(here)
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
-        kinds = {p.dtype for p in self.params}
+        kinds = [p.dtype for p in self.params]
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self.sizes = self._repeat([float(p.length) for p in self.params])
+        self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
         self._flat = FlatMemory(self.params, self.device)
+        self.frozen.place(self.params, self._flat.noise)
         self._written = False
         self._watch = Watch(self.params)
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
@@ -69,6 +76,11 @@ class Weights:
     def active(self) -> list[Perturbed]:
         return [p for p in self.params if p.active]
 
+    @property
+    def away(self) -> bool:
+        """Whether a perturbation is at work, in place or out of place."""
+        return bool(self.moved) or self.frozen.noisy
+
     def marks(self) -> tuple[object, ...]:
         """A mark for every perturbed parameter, which differs if somebody has written it since."""
         return self._watch.marks()
@@ -78,12 +90,17 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        flats = self._memory() if tensors is None else self._last()
+        norms = self.sizes.new_empty(self.filters)
+        if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
+            norms.zero_()
         given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
-        for flat in self._memory() if tensors is None else self._last():
+        for flat in flats:
             if tensors is None and not self.moved:  # the backup is free memory then
                 copy(flat.views, flat.values, flat.odd)
             norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
+        if tensors is None:
+            self.frozen.write_norms(norms)
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -95,7 +112,7 @@ class Weights:
 
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
-        return self.filter_norms() * self.sizes.rsqrt()
+        return self.filter_norms() * self._per_entry
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -130,9 +147,9 @@ class Weights:
         return [torch.zeros_like(param, dtype=kind) for param, kind in kinds]
 
     def strengths(self) -> Tensor:
-        """Each filter's factor on the strength, from the parameter groups; 0 where frozen."""
+        """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
         factors = self._group_factors(uphill=False)
-        return self._repeat([f * p.active for f, p in zip(factors, self.params, strict=True)])
+        return self._repeat([f * p.noisy for f, p in zip(factors, self.params, strict=True)])
 
     def _group_factors(self, *, uphill: bool) -> list[float]:
         """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
@@ -189,6 +206,7 @@ class Weights:
         Raises, with the true weights in place, if somebody wrote a parameter in the meantime; `quiet`
         never raises (for `__del__`, and the end of the interpreter).
         """
+        self.frozen.end()
         if not self.moved:
             return
         with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
@@ -231,8 +249,9 @@ class Weights:
             block.draw_(eps.flat, seed_of(block.number))
             eps.flat.mul_(factors)
 
-        std = std if self.gain is None else std * self.gain
-        self._write(fill, self._with_factors(std), draw.sign)
+        std = self._with_factors(std if self.gain is None else std * self.gain)
+        self._write(fill, std, draw.sign)
+        self.frozen.begin(draw, seed_of, std, shaped=factor is not None)
 
     def add(
         self, directions: Sequence[Tensor | None], scale: Tensor, *, uphill: bool = False
@@ -299,13 +318,14 @@ class Weights:
 
     def _total(self, flats: Sequence[Flat], of: Callable[[Flat, Block], Tensor]) -> Tensor:
         """The sum over all blocks, and shards, in the same order whatever the threads."""
-        found = {-1: self.sizes.new_zeros(())}
+        found: dict[int, Tensor] = {}
 
         def work(flat: Flat, block: Block) -> None:
             found[block.number] = of(flat, block).to(self.device, self.dtype)
 
         by_block(flats, work)
-        total = torch.stack([found[number] for number in sorted(found)]).sum()
+        parts = [found[number] for number in sorted(found)] or [self.sizes.new_zeros(())]
+        total = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         return self.shards.sum_(total) if self.shards.several else total
 
     @torch.no_grad()

@@ -220,7 +220,7 @@ def test_the_setting_for_compression_stands_beside_the_default(store):
 
 
 def test_the_setting_for_compression_is_not_tuned(store):
-    how = Tune(factors=(0.5, 1.0), seeds=1, extend=False)
+    how = Tune(rises=(0.05, 0.1), seeds=1, keep=False)
     methods = ["sgd", "arwp:rise=.2", "arwp"]
     options = {"config": Config(**QUICK), "store": store, "progress": False}
     made = compare(methods=methods, seeds=1, tune=how, robustness=False, **options)

@@ -254,7 +254,7 @@ class Swept(Config):
 class SweepGrid:
     """Train a grid over any settings and method options.
 
-    The paper's searches by name, or a grid of your own. With --validation 0.2 the best point is
+    A search by name, or a grid of your own. With --validation 0.2 the best point is
     named; without it the test metric is shown and no point is chosen.
     Example: steppe sweep digits --method arwp --over eta=.01,.1,1 --over ratio=.3,.6
     """
@@ -264,7 +264,7 @@ class SweepGrid:
     over: Repeated = ()
     """NAME=VALUE,VALUE,…: a setting or an option of the method. Repeatable."""
     search: Maybe[str] = None
-    """One of the paper's searches: rho, rho-vit, sigma, eta-beta, sigma-lam."""
+    """rise, or one of the paper's searches: rho, rho-vit, sigma, eta-beta, sigma-lam."""
     config: Maybe[Path] = None
     """Start from a TOML or JSON file of settings."""
     set: Repeated = ()

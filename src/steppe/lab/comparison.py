@@ -244,8 +244,10 @@ def compare(
         if tune:
             how = tune if isinstance(tune, Tune) else Tune()
             free = [spec for spec in specs if not spec.for_compression]
-            tuned = iter(tune_all(free, config, how, run, sources))
-            choices = [Choice(s) if s.for_compression else next(tuned) for s in specs]
+            tuned = iter(tune_all(free, config, how, run))
+            every = [Choice(s) if s.for_compression else next(tuned) for s in specs]
+            # trials may find that very setting
+            choices = list({str(choice.spec): choice for choice in reversed(every)}.values())[::-1]
         work = [
             Job(f"{choice.spec} seed {seed}", choice.spec.apply(config.replace(seed=seed)))
             for seed in numbers

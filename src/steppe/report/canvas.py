@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Okabe & Ito (2008), in the order in which they are easiest to tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)), (0, (7, 2)))
-SURFACE = "cividis"
+SURFACE = "viridis"
 
 
 def panels(

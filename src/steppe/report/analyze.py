@@ -54,12 +54,16 @@ class Analysis(ABC):
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
 
     name: ClassVar[str]
+    function: ClassVar[str]
+    """Of `steppe.analysis`; it takes the fields of this class."""
 
-    @abstractmethod
     def measure(
         self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
     ) -> Result:
         """The analysis itself."""
+        function = getattr(steppe.analysis, self.function)
+        result: Result = function(problem, **self.own(), checkpoint=checkpoint, progress=progress)
+        return result
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
@@ -70,13 +74,17 @@ class Analysis(ABC):
         """The name of its file."""
         return self.name
 
-    def request(self) -> dict[str, Any]:
-        """All that decides the outcome."""
-        own = {
+    def own(self) -> dict[str, Any]:
+        """What this kind of analysis can be asked."""
+        return {
             name: value for name, value in asdict(self).items() if name not in ("runs", "common")
         }
+
+    def request(self) -> dict[str, Any]:
+        """All that decides the outcome."""
         common = asdict(self.common)
-        return {"analysis": self.name, **own, **{n: common[n] for n in ("samples", "split", "bn")}}
+        shared = {name: common[name] for name in ("samples", "split", "bn")}
+        return {"analysis": self.name, **self.own(), **shared}
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
@@ -189,22 +197,11 @@ class SpectrumOf(Analysis):
     seed: int = 0
     """Of the probes."""
     name: ClassVar[str] = "spectrum"
+    function: ClassVar[str] = "spectrum"
 
     def cost(self, problem: Problem) -> Cost:
         return steppe.analysis.estimate(
             problem, products=min(self.steps, problem.size) * self.probes
-        )
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.spectrum(
-            problem,
-            self.steps,
-            self.probes,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
         )
 
 
@@ -227,28 +224,13 @@ class RadiusOf(Analysis):
     seed: int = 0
     """Of the random directions."""
     name: ClassVar[str] = "radius"
+    function: ClassVar[str] = "perturbation_curve"
 
     def cost(self, problem: Problem) -> Cost:
         from steppe.analysis.radius import passes
 
         each = passes(self.kinds, min(self.directions, problem.size), self.steps)
         return steppe.analysis.estimate(problem, forwards=max(1, each * len(self.radii)))
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.perturbation_curve(
-            problem,
-            self.radii,
-            self.kinds,
-            self.batch,
-            directions=self.directions,
-            scale=self.scale,
-            steps=self.steps,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
-        )
 
 
 @dataclass(frozen=True)
@@ -270,6 +252,7 @@ class SharpnessOf(Analysis):
     seed: int = 0
     """Of the random perturbations."""
     name: ClassVar[str] = "sharpness"
+    function: ClassVar[str] = "sharpness"
 
     @property
     def stem(self) -> str:
@@ -278,22 +261,6 @@ class SharpnessOf(Analysis):
     def cost(self, problem: Problem) -> Cost:
         forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
         return steppe.analysis.estimate(problem, forwards=forwards)
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.sharpness(
-            problem,
-            self.rho,
-            self.case,
-            self.m,
-            adaptive=self.adaptive,
-            draws=self.draws,
-            steps=self.steps,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
-        )
 
 
 @dataclass(frozen=True)
@@ -324,15 +291,9 @@ class RobustnessOf(Analysis):
     ) -> Result:
         from steppe.report.analyses import recalibration_batches
 
+        batches = recalibration_batches(run, self.recalibration_samples)
         return steppe.analysis.robustness(
-            problem,
-            recalibrate=recalibration_batches(run, self.recalibration_samples),
-            recalibration_samples=self.recalibration_samples,
-            include=self.include,
-            draws=self.draws,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
+            problem, recalibrate=batches, **self.own(), checkpoint=checkpoint, progress=progress
         )
 
 

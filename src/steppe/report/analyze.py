@@ -19,7 +19,7 @@ from steppe.lab.runs import DEFAULT_STORE, Run
 
 # What measures is imported where it is used: `--help` must not wait for torch.
 if TYPE_CHECKING:
-    from steppe.analysis import Cost, Problem, Result
+    from steppe.analysis import Cost, Problem
 
 logger = logging.getLogger("steppe")
 
@@ -54,16 +54,17 @@ class Analysis(ABC):
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
 
     name: ClassVar[str]
-    function: ClassVar[str]
-    """Of `steppe.analysis`; it takes the fields of this class."""
+    function: ClassVar[str] = ""
+    """Its name in `steppe.analysis`, where it differs."""
 
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        """The analysis itself."""
-        function = getattr(steppe.analysis, self.function)
-        result: Result = function(problem, **self.own(), checkpoint=checkpoint, progress=progress)
-        return result
+    def arguments(self, run: Run) -> dict[str, Any]:
+        """What the function takes beside the problem; by default the options of the command."""
+        return self.options()
+
+    def options(self) -> dict[str, Any]:
+        """The options that are not common to all analyses."""
+        every = asdict(self).items()
+        return {name: value for name, value in every if name not in ("runs", "common")}
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
@@ -74,23 +75,18 @@ class Analysis(ABC):
         """The name of its file."""
         return self.name
 
-    def own(self) -> dict[str, Any]:
-        """What this kind of analysis can be asked."""
-        return {
-            name: value for name, value in asdict(self).items() if name not in ("runs", "common")
-        }
-
     def request(self) -> dict[str, Any]:
         """All that decides the outcome."""
-        common = asdict(self.common)
-        shared = {name: common[name] for name in ("samples", "split", "bn")}
-        return {"analysis": self.name, **self.own(), **shared}
+        common = {name: getattr(self.common, name) for name in ("samples", "split", "bn")}
+        return {"analysis": self.name, **self.options(), **common}
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
         from steppe.report.analyses import is_stored, perform, problem_of
         from steppe.report.outcomes import described
 
+        function = getattr(steppe.analysis, self.function or self.name)
+        progress = False if self.common.quiet else None
         subjects = self._subjects()
         todo = [
             run
@@ -107,8 +103,8 @@ class Analysis(ABC):
                 run,
                 self.stem,
                 self.request(),
-                lambda file, run=run, problem=problem: self.measure(  # type: ignore[misc]
-                    run, problem, file, False if self.common.quiet else None
+                lambda file, run=run, problem=problem: function(  # type: ignore[misc]
+                    problem, **self.arguments(run), checkpoint=file, progress=progress
                 ),
             )
             logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
@@ -175,15 +171,11 @@ class LandscapeOf(Analysis):
     """Seeds of the two directions."""
     name: ClassVar[str] = "landscape"
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        return {"n": self.n, "span": self.span, "seeds": self.directions}
+
     def cost(self, problem: Problem) -> Cost:
         return steppe.analysis.estimate(problem, forwards=self.n**2)
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.landscape(
-            problem, self.n, self.span, self.directions, checkpoint=checkpoint, progress=progress
-        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +189,6 @@ class SpectrumOf(Analysis):
     seed: int = 0
     """Of the probes."""
     name: ClassVar[str] = "spectrum"
-    function: ClassVar[str] = "spectrum"
 
     def cost(self, problem: Problem) -> Cost:
         return steppe.analysis.estimate(
@@ -252,7 +243,6 @@ class SharpnessOf(Analysis):
     seed: int = 0
     """Of the random perturbations."""
     name: ClassVar[str] = "sharpness"
-    function: ClassVar[str] = "sharpness"
 
     @property
     def stem(self) -> str:
@@ -278,6 +268,12 @@ class RobustnessOf(Analysis):
     """Of the noise."""
     name: ClassVar[str] = "robustness"
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        from steppe.report.analyses import recalibration_batches
+
+        batches = recalibration_batches(run, self.recalibration_samples)
+        return {"recalibrate": batches, **self.options()}
+
     def cost(self, problem: Problem) -> Cost:
         from steppe.analysis.robustness import forwards, standard_changes
         from steppe.batchnorm import tracked_norms
@@ -286,20 +282,30 @@ class RobustnessOf(Analysis):
         count = forwards(problem, standard_changes(problem), self.draws, recalibration)
         return steppe.analysis.estimate(problem, forwards=count)
 
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        from steppe.report.analyses import recalibration_batches
 
-        batches = recalibration_batches(run, self.recalibration_samples)
-        return steppe.analysis.robustness(
-            problem, recalibrate=batches, **self.own(), checkpoint=checkpoint, progress=progress
-        )
+@dataclass(frozen=True)
+class EnsembleOf(Analysis):
+    """Predictions averaged over weight noise beside the single model's, on test data by default."""
+
+    common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
+    ratio: float = 0.1
+    """Relative displacement of each filter."""
+    draws: int = 8
+    """Draws that are averaged; as many forwards a prediction."""
+    seed: int = 0
+    """Of the noise."""
+    name: ClassVar[str] = "ensemble"
+
+    def arguments(self, run: Run) -> dict[str, Any]:
+        return {"ratio": self.ratio, "samples": self.draws, "seed": self.seed}
+
+    def cost(self, problem: Problem) -> Cost:
+        return steppe.analysis.estimate(problem, forwards=self.draws + 1)
 
 
 @dataclass(frozen=True)
 class Analyze:
-    """Measure landscape, spectrum, radius curve, sharpness or robustness of finished runs.
+    """Measure landscape, spectrum, radius, sharpness, robustness or an ensemble of finished runs.
 
     Example: steppe analyze landscape digits-arwp-seed0; steppe analyze spectrum FILE.json
     """
@@ -311,6 +317,7 @@ class Analyze:
             | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
             | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
             | Annotated[RobustnessOf, tyro.conf.subcommand("robustness")]
+            | Annotated[EnsembleOf, tyro.conf.subcommand("ensemble")]
         ]
     ]
 

@@ -49,13 +49,13 @@ def panels(
     return figure, axes[:count]
 
 
-def shared_legend(figure: Figure, axes: Sequence[Any]) -> None:
-    """One legend above all panels, of everything that any of them names."""
+def shared_legend(figure: Figure, axes: Sequence[Any], columns: int | None = None) -> None:
+    """One legend above all panels, of everything that any of them names, in one line by default."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(name, handle)
-    figure.legend(found.values(), found, loc="outside upper center", ncols=len(found))
+    figure.legend(found.values(), found, loc="outside upper center", ncols=columns or len(found))
 
 
 def line_style(index: int) -> dict[str, Any]:

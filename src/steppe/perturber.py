@@ -317,8 +317,8 @@ class Perturber:
             )
         if state.get("noise", 1) != VERSION:
             warnings.warn(
-                "The state was saved by a version of steppe that drew other noise for a seed: training goes "
-                "on with its step and history, but not bit for bit as that version would.",
+                "The state was saved by a version of steppe that drew other noise for a seed: training "
+                "resumes with its step and history, but not bit for bit as that version would.",
                 stacklevel=2,
             )
         self.restore()

@@ -4,7 +4,7 @@ dark and print; every series differs in mark and dash as well."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -135,7 +135,7 @@ class Spot:
 
 
 def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: str) -> str:
-    """Points with intervals; names are put where they cover nothing, or left to a legend."""
+    """Points with intervals; names are put where they cover nothing, or left out."""
     finite = [s for s in spots if math.isfinite(s.x) and math.isfinite(s.y)]
     ys = [v for s in finite for v in (s.y, s.low, s.high)]
     x = scale_for([s.x for s in finite] + [0.9], LEFT, WIDTH - RIGHT, margin=0.14)
@@ -150,17 +150,12 @@ def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: st
             inner.append(tag("path", d=_bar(px, y(spot.low), y(spot.high)), class_="whisker"))
         title = f"{spot.name}: {shown(spot.y)} at {shown(spot.x, 3)}"
         inner.append(marker(px, py, spot.index, size=5.5, title=title))
-        if not needs_key(s.name for s in finite) and (at := _free_place(spot.name, px, py, taken)):
+        if at := _free_place(spot.name, px, py, taken):
             place = {"x": at[0], "y": at[1], "text_anchor": at[2]}
             inner.append(tag("text", text(spot.name), **place, class_="name"))
         kind = f"series s{spot.index % STYLES}"
         parts.append(tag("g", *inner, class_=kind, data_series=spot.index))
     return figure(parts, summary)
-
-
-def needs_key(names: Iterable[str]) -> bool:
-    """Whether names are too long to stand beside their marks."""
-    return any(len(name) > 14 for name in names)
 
 
 def _free_place(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from steppe.analysis import Result
 from steppe.lab.comparison import Comparison, Row
 from steppe.lab.runs import DEFAULT_STORE, Run
 from steppe.report.analyses import Stored, load
+
+LONGEST = 14
+"""So many letters of a name fit beside a mark."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,24 @@ class Gathered:
     @property
     def rows(self) -> tuple[Row, ...]:
         return self.comparison.rows
+
+    def shortened(self) -> tuple[Gathered, dict[str, str]]:
+        """The same with labels that fit a chart, and a key of those that were changed."""
+        heads = [_head(row.label) for row in self.rows]
+        seen: Counter[str] = Counter()
+        rows, key = [], {}
+        for row, head in zip(self.rows, heads, strict=True):
+            seen[head] += 1
+            short = head if heads.count(head) == 1 else f"{head} {seen[head]}"
+            if len(row.label) <= LONGEST:
+                short = row.label
+            elif short != row.label:
+                key[short] = row.label
+            rows.append(replace(row, label=short))
+        if not key:
+            return self, key
+        comparison = replace(self.comparison, rows=tuple(rows))
+        return replace(self, comparison=comparison), key
 
     def stored(self, name: str) -> dict[int, Stored]:
         """An analysis by the number of its row: of each row the first run that has it."""
@@ -72,3 +94,9 @@ class Gathered:
         """A command about these runs, to be typed."""
         store = [] if self.store == DEFAULT_STORE else ["--store", str(self.store)]
         return f"{words} {shlex.join([*self.names, *store])}"
+
+
+def _head(label: str) -> str:
+    """`SGD` of `SGD (lr 0.01, batch 256)`."""
+    head = label.partition(" (")[0]
+    return head if len(head) <= LONGEST else f"{head[: LONGEST - 1]}…"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steppe.analysis import Landscape
-from steppe.report.svg import Scale, number, shown, tag, text
+from steppe.report.svg import Scale, number, path, shown, tag, text
 
 # Viridis at sixteen even places: even steps look even, with and without full colour vision.
 PALETTE = (
@@ -122,32 +122,13 @@ def _edges(far: float) -> list[str]:
 
 
 def contour(grid: list[list[float | None]], level: float, place: Scale) -> str:
-    """The `d` of the lines where the grid crosses a level (marching squares); holes have none."""
-    words = []
-    for i in range(len(grid) - 1):
-        for j in range(len(grid[0]) - 1):
-            corners = (grid[i][j], grid[i][j + 1], grid[i + 1][j + 1], grid[i + 1][j])
-            known = [value for value in corners if value is not None]
-            if len(known) < 4 or not min(known) < level <= max(known):
-                continue
-            ends = _crossings(known, level)
-            for (x1, y1), (x2, y2) in zip(ends[::2], ends[1::2], strict=False):
-                start = f"M{number(place(j + x1), 1)} {number(place(i + y1), 1)}"
-                words.append(f"{start}L{number(place(j + x2), 1)} {number(place(i + y2), 1)}")
-    return "".join(words)
+    """The `d` of the lines where the grid crosses a level; holes have none."""
+    import numpy as np
+    from contourpy import contour_generator
 
-
-def _crossings(corners: list[float], level: float) -> list[tuple[float, float]]:
-    """Where the edges of a unit square cross the level, going around from the upper left."""
-    around = ((0, 0), (1, 0), (1, 1), (0, 1))
-    found = []
-    for k in range(4):
-        first, second = corners[k], corners[(k + 1) % 4]
-        if (first < level) != (second < level):
-            t = (level - first) / (second - first)
-            (x1, y1), (x2, y2) = around[k], around[(k + 1) % 4]
-            found.append((x1 + t * (x2 - x1), y1 + t * (y2 - y1)))
-    return found
+    heights = np.ma.masked_invalid(np.array(grid, dtype=float))  # None is a NaN there
+    lines = contour_generator(z=heights).lines(level)
+    return "".join(path((place(x), place(y)) for x, y in np.asarray(line)) for line in lines)
 
 
 def scale_bar(heights: Heights) -> str:

@@ -49,6 +49,7 @@ PARTS: tuple[Part, ...] = (
 
 def page(gathered: Gathered) -> str:
     """The page as text."""
+    gathered, key = gathered.shortened()
     made = [part(gathered) for part in PARTS]
     sections = [part for part in made if isinstance(part, Section)]
     title = _title(gathered)
@@ -58,6 +59,10 @@ def page(gathered: Gathered) -> str:
         tag("p", text("steppe report"), class_="kicker"),
         tag("h1", text(title)),
         summary(gathered),
+        *(
+            tag("p", tag("b", text(short)), text(f": {label}"), class_="note")
+            for short, label in key.items()
+        ),
         tag("nav", tag("ul", *links), aria_label="Sections"),
     )
     main = tag("main", *map(_placed, made))

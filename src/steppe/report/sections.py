@@ -10,15 +10,7 @@ from steppe.lab.comparison import Row
 from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
-from steppe.report.charts import (
-    Interval,
-    Series,
-    Spot,
-    interval_chart,
-    line_chart,
-    needs_key,
-    scatter_chart,
-)
+from steppe.report.charts import Interval, Series, Spot, interval_chart, line_chart, scatter_chart
 from steppe.report.gathered import Gathered
 from steppe.report.svg import STYLES, dash, marker, shown, tag, text
 
@@ -156,9 +148,7 @@ def cost_section(gathered: Gathered) -> Section | Absent:
     if not charts:
         return Absent("Cost", "steppe compare …")
     plain = NAMES.get(metric, metric).removesuffix(" %")
-    named = [Series(row.label, index, ()) for index, row in enumerate(comparison.rows)]
-    key = legend(named) if needs_key(row.label for row in comparison.rows) else ""
-    return Section("cost", f"Cost against {plain}", key + columns(charts))
+    return Section("cost", f"Cost against {plain}", columns(charts))
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:

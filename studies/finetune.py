@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from examples.finetune import ARCHIVE, Classifier, Texts, model_folder, predict, read_texts, train
+from torch import nn
 
 from steppe.analysis.calibration import calibration_error
 from steppe.analysis.changes import Rounding
@@ -176,9 +177,9 @@ def scores(model: Classifier, texts: Texts, name: str) -> dict[str, float]:
 
 
 def with_bits(model: Classifier, bits: int) -> Classifier:
-    """A copy with all its matrices rounded, a scale for each row."""
+    """A copy with the matrices of its linear layers rounded, a scale for each row."""
     rounded = copy.deepcopy(model)
-    matrices = [p for p in rounded.parameters() if p.dim() > 1]
+    matrices = [m.weight for m in rounded.modules() if isinstance(m, nn.Linear)]
     values = Rounding(bits).weights([p.detach() for p in matrices], Draw(0, 0))
     with torch.no_grad():
         for param, value in zip(matrices, values, strict=True):
@@ -258,7 +259,7 @@ def section(folder: Path) -> list[str]:
         return []
     head = (
         "A pretrained MiniLM on reviews of two domains (`python -m studies finetune`): accuracy in percent on "
-        "other reviews, on tweets, and after rounding all matrices to 4 and 3 bits; expected calibration "
+        "other reviews, on tweets, and after rounding the matrices of linear layers to 4 and 3 bits; expected calibration "
         "error on reviews. AdamW's row has means and standard deviations, the others their difference to it, "
         "paired by seed, with 95 % t-intervals that are not corrected for the number of comparisons. "
         "m-ARWP sees two batches a step. [Fine-tuning](finetuning.md) says what follows."

@@ -168,9 +168,7 @@ def choose(
             f"The optimizer's {len(strangers)} parameters (shapes {shapes}) are not the model's. "
             "Attach the model whose parameters the optimizer was made from."
         )
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
-            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=3)
+    warn_unmatched(patterns, names)
     frozen = find_frozen(
         model,
         {p: k for p, k in names.items() if not _excluded(k, patterns)},
@@ -230,6 +228,17 @@ def _check_frozen(model: nn.Module, method: Method, choice: Choice) -> None:
                 f"{method.name}() learns from the gradients of what it perturbs, and frozen weights have "
                 "none. Use rwp, m_rwp, lpf_sgd or antithetic_rwp, or flat_lora for a PEFT model."
             )
+
+
+def warn_unmatched(patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
+            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=4)
+
+
+def check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an int, got {seed!r}.")
 
 
 def _renormed(model: nn.Module) -> set[Tensor]:
@@ -298,8 +307,7 @@ def _check_kinds(
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed must be an int, got {seed!r}.")
+    check_seed(seed)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
 

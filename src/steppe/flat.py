@@ -244,7 +244,7 @@ class FlatMemory:
     def now(self) -> list[Flat]:
         """The flat memory of the parameters as they are."""
         pairs = zip(stored(self._params), self._params, strict=True)
-        key = [(t.data_ptr(), t.stride(), t.dtype, p.param.requires_grad) for t, p in pairs]
+        key = [(t.data_ptr(), t.stride(), t.dtype, p.active) for t, p in pairs]
         if key != self._key:
             for p in self._params:
                 p.check_unconverted()

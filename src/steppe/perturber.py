@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from steppe.distributed import Ranks
+from steppe.history import check_same_tensors, difference
 from steppe.hooks import Hooks
 from steppe.methods import Method
-from steppe.noise import Draw
+from steppe.noise import VERSION, Draw
 from steppe.passes import Answers, Run, deal
 from steppe.training import Training
 
@@ -281,6 +282,7 @@ class Perturber:
         settings = re.sub(r" at 0x[0-9a-f]+|, rise=None|, merged=False", "", repr(self.method))
         return {
             "format": FORMAT,
+            "noise": VERSION,
             "method": self.method.name,
             "settings": settings,
             "seed": training.seed,
@@ -305,13 +307,19 @@ class Perturber:
         if state["parameters"] != mine["parameters"]:
             raise ValueError(
                 "The state is of another model or another choice of parameters: "
-                f"{_difference(state['parameters'], mine['parameters'])}."
+                f"{difference(state['parameters'], mine['parameters'])}."
             )
-        _check_same_tensors(state["states"], mine["states"])
+        check_same_tensors(state["states"], mine["states"])
         if state["settings"] != mine["settings"]:
             warnings.warn(
                 f"Settings differ from the saved ones: {state['settings']} was saved, "
                 f"{mine['settings']} is used from here on.",
+                stacklevel=2,
+            )
+        if state.get("noise", 1) != VERSION:
+            warnings.warn(
+                "The state was saved by a version of steppe that drew other noise for a seed: training goes "
+                "on with its step and history, but not bit for bit as that version would.",
                 stacklevel=2,
             )
         self.restore()
@@ -327,21 +335,3 @@ class Perturber:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("This perturber was detached. Attach again to use it.")
-
-
-def _difference(saved: list[Any], here: list[Any]) -> str:
-    for old, new in zip(saved, here, strict=False):
-        if list(old) != list(new):
-            return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
-    return f"{len(saved)} parameters were saved, {len(here)} are attached"
-
-
-def _check_same_tensors(saved: list[Any], here: list[Any]) -> None:
-    def shapes(states: list[Any]) -> list[Any]:
-        return [{k: [tuple(t.shape) for t in v] for k, v in s.items()} for s in states]
-
-    if shapes(saved) != shapes(here):
-        raise ValueError(
-            "The saved history has another form than this method's (elementwise, or another number "
-            "of filters)."
-        )

@@ -52,6 +52,7 @@ unit: $(STAMP)
 
 bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write docs/performance.md
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/memory.py --lora
 	$(BIN)/python benchmarks/page.py
 
 study: $(STAMP)  ## train what is missing of a study (NAME=digits), or list them all

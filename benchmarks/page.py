@@ -164,6 +164,23 @@ def memory(result: Result) -> str:
     )
 
 
+def lora(result: Result) -> str:
+    rows = [
+        [name, f"{f['copies']:.2f}", f"{f['seconds']:.1f}", f"{f['times LoRA']:.1f}"]
+        for name, f in result["lora"].items()
+    ]
+    return "\n".join(
+        [
+            "## LoRA\n",
+            source(result, "memory").replace("memory.py", "memory.py --lora"),
+            f"Flat-LoRA on {result['parameters']:,} frozen parameters, rank 8, {result['rows']} rows a step, "
+            f"one thread: peak memory over LoRA's, in copies of the base (bar {result['bar']:g}), and "
+            "processor seconds a step:\n",
+            table(["", "copies", "seconds", "times LoRA"], rows) + "\n",
+        ]
+    )
+
+
 def imports(result: Result) -> str:
     own = result["seconds"]["import steppe after torch"]
     rows = [[name, span(s, 3), f"{s['n']:.0f}"] for name, s in result["seconds"].items()]
@@ -274,6 +291,7 @@ SECTIONS = {
     "launches": launches,
     "scaling": scaling,
     "memory": memory,
+    "lora": lora,
     "parallel": parallel,
     "imports": imports,
     "data": data,

@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up everything they need on a machine that has Python 3.10 or newer.
+# `make demo` and `make test` set up everything they need on a machine that has Python 3.11 or newer.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -57,8 +57,9 @@ bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write do
 study: $(STAMP)  ## train what is missing of a study (NAME=digits), or list them all
 	$(BIN)/python -m studies $(NAME) $(OPTIONS)
 
-wheel: $(STAMP)  ## build the wheel and the source package into dist/
-	$(BIN)/python -m build
+wheel: $(STAMP)  ## build the wheel and the source package into dist/ and check them
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 clean:  ## remove what the commands above made
 	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache

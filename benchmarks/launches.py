@@ -6,7 +6,7 @@ Counts: transformers of 6, 12 and 48 layers and ResNet-18 train on the `meta` de
 values nor a clock but the block sizes of a GPU. Counted is every operation that reaches a device, views and
 `empty` left out, beyond the method's forwards and backwards and SGD's own step. A foreach operation counts
 once; on a GPU it is one launch for about every 64 tensors. Bars: no growth with depth, at most 65 for each
-perturbed pass of a transformer and 95 for ResNet-18.
+perturbed pass of a transformer and 95 for ResNet-18, where a rise steers in the mean over the meter's period.
 
 Times: whole steps on the CPU where operations are all there is, a transformer of 12 layers and width 8 and a
 small MLP, one thread, methods in turns.
@@ -15,6 +15,7 @@ small MLP, one thread, methods in turns.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import steppe
 from steppe.lab import models
+from steppe.strength import OPENING, PERIOD, REST
 
 METHODS = {
     "RWP": steppe.rwp(0.01),
@@ -40,6 +42,11 @@ METHODS = {
     "MSAM": steppe.msam(3.0),
     "LPF-SGD": steppe.lpf_sgd(0.01, samples=2),
     "antithetic RWP": steppe.antithetic_rwp(0.01),
+    "RWP, rise": steppe.rwp(rise=0.05),
+    "ARWP, rise": steppe.arwp(rise=0.05),
+    "m-RWP, rise": steppe.m_rwp(rise=0.05),
+    "m-ARWP, rise": steppe.m_arwp(rise=0.05),
+    "SAM, rise": steppe.sam(rise=0.05),
 }
 DEPTHS = (6, 12, 48)
 BARS = {"transformer": 65, "resnet18": 95}
@@ -139,9 +146,11 @@ def added(method: steppe.Method, net: str, layers: int = 12, device: str = "meta
     """Operations for each perturbed pass beyond forwards, backwards and the optimizer's step."""
     gradient, update = of_training(net, layers, device)
     step = Bench(net, device, layers).step_with(method)
-    for _ in range(2):  # the first steps allocate and look closely
+    counted = math.lcm(PERIOD, REST) if method.steered else 1
+    for _ in range(OPENING + 1 if method.steered else 2):  # the first steps look closely
         step()
-    extra = len(operations(step)) - len(method.passes) * gradient - update
+    done = sum(len(operations(step)) for _ in range(counted)) / counted
+    extra = done - len(method.passes) * gradient - update
     return extra / sum(p.perturbation is not None for p in method.passes)
 
 

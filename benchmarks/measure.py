@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "steppe": steppe.__version__,
         "load": round(load, 2),
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from steppe import analysis
 from steppe.analysis.radius import radius_at
+from steppe.lab.compression import compress
 from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.report.analyses import problem_of
@@ -29,11 +30,17 @@ RADII = tuple(float(f"{0.01 * 3000 ** (i / 11):.3g}") for i in range(12))
 
 
 def measure(
-    result: Result, landscape: bool = False, radius: bool = False, samples: int = SAMPLES
+    result: Result,
+    curvature: bool = True,
+    robust: bool = False,
+    landscape: bool = False,
+    radius: bool = False,
+    samples: int = SAMPLES,
 ) -> None:
-    """Write the curvature, sharpness and weight norm of a finished run into its folder.
+    """Write what a finished run's model is like into its folder.
 
-    All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
+    `robust`: accuracy on test data after rounding and pruning. `curvature`: curvature, sharpness and
+    weight norm, on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
     the weights are: those stored by training under noise belong to other weights. Where that fails,
     the reason is written instead, and the page shows it.
     """
@@ -43,18 +50,36 @@ def measure(
         return
     found: Record = {}
     if result.status == "finished":
-        problem = problem_of(run, samples, bn="recalibrate")
-        try:
-            with _threads(result.config.threads):
-                found = _measured(problem, landscape, radius)
-        except (ValueError, RuntimeError) as error:  # one broken model must not end a study
-            found = {"failed": str(error).partition("\n")[0]}
+        with _threads(result.config.threads):
+            if curvature:
+                problem = problem_of(run, samples, bn="recalibrate")
+                try:
+                    found = _measured(problem, landscape, radius)
+                except (ValueError, RuntimeError) as error:  # one broken model must not end a study
+                    found = {"failed": str(error).partition("\n")[0]}
+            if robust:
+                found["robustness"] = _robustness(run, result.metric)
     run.write_json(FILE, found)
+
+
+def _robustness(run: Run, metric: str) -> Record:
+    """Test accuracy by change, with BatchNorm's statistics recomputed after it where there are any.
+
+    The same with the stored statistics is beside it, under `as is`.
+    """
+    found = {
+        statistics: {name.partition(",")[0]: rounded(after[metric]) for name, after in each.items()}
+        for statistics, each in compress(run).items()
+    }
+    return {**found.pop("recalibrated"), **found} if len(found) > 1 else found["as is"]
 
 
 def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Record:
     eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
-    rise = analysis.sharpness(problem, RHO, "worst", adaptive=True, progress=False)
+    rise, average = (
+        analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
+        for case in ("worst", "average")
+    )
     norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
     found = {
         "samples": problem.samples,
@@ -62,6 +87,7 @@ def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Recor
         "largest_eigenvalue": rounded(eigs.values[0]),
         "eigenvalue_residual": rounded(eigs.residuals[0]),
         "adaptive_sharpness": rounded(rise.value),
+        "average_sharpness": rounded(average.value),
         "sharpness_rho": RHO,
         "weight_norm": rounded(math.hypot(*norms)),
     }

@@ -26,7 +26,10 @@ def test_operations_do_not_grow_with_depth(name):
     assert few == many <= launches.BARS["transformer"]
 
 
-@pytest.mark.parametrize("name", ["RWP", "ARWP", "ARWP, element-wise", "SAM", "MSAM"])
+RESNET = ["RWP", "ARWP", "ARWP, element-wise", "SAM", "MSAM", "ARWP, rise", "m-ARWP, rise"]
+
+
+@pytest.mark.parametrize("name", RESNET)
 def test_operations_on_resnet18(name):
     assert launches.added(launches.METHODS[name], "resnet18") <= launches.BARS["resnet18"]
 

@@ -13,13 +13,14 @@ from itertools import count
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored
 from steppe.noise import PARALLEL_FROM, spread, standard_normal_
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
 """Tensors like what this rank holds of parameters."""
+PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Member:
@@ -81,6 +82,8 @@ class Block:
         self, number: int, noise: int, parts: list[Part], backup: Tensor, first_row: int
     ) -> None:
         self.number, self._noise, self.parts = number, noise, parts
+        self._owners = [part.member.owner for part in parts]
+        self._whole = all(part.rows == part.member.rows for part in parts)
         runs = self.runs = runs_of([(part.rows, part.member.length) for part in parts])
         self.counts, start = [rows for rows, _ in runs], parts[0].begin
         self.rows = slice(first_row, first_row + sum(self.counts))
@@ -104,7 +107,11 @@ class Block:
 
     def of(self, tensors: Given) -> list[Tensor | None]:
         """This block's part of tensors that are like what this rank holds."""
-        pairs = [(part, tensors[part.member.owner]) for part in self.parts]
+        found = [tensors[owner] for owner in self._owners]
+        plain = self._whole and PLAIN.issuperset(map(type, found))
+        if plain and not any(t is not None and t.is_sparse for t in found):
+            return found
+        pairs = zip(self.parts, found, strict=True)
         return [None if t is None else part.of(local(t)) for part, t in pairs]
 
     def in_place(self, tensors: Given) -> Tensor | None:
@@ -221,7 +228,8 @@ class FlatMemory:
         self.groups = list(groups.values())
         """The parameters of each device and dtype, by the length of their filters."""
         number = count()
-        self._noise = [{next(number): b for b in noise_blocks(g)} for g in self.groups]
+        self.noise = [{next(number): b for b in noise_blocks(g)} for g in self.groups]
+        """The blocks of noise of each group, by their number."""
         self.blocks = next(number)
         self.clear()
 
@@ -236,13 +244,13 @@ class FlatMemory:
     def now(self) -> list[Flat]:
         """The flat memory of the parameters as they are."""
         pairs = zip(stored(self._params), self._params, strict=True)
-        key = [(t.data_ptr(), t.stride(), t.dtype, p.param.requires_grad) for t, p in pairs]
+        key = [(t.data_ptr(), t.stride(), t.dtype, p.active) for t, p in pairs]
         if key != self._key:
             for p in self._params:
                 p.check_unconverted()
             self.clear()  # that memory is free before there is more
             with torch.inference_mode(False), torch.no_grad():
-                plans = zip(self.groups, self._noise, strict=True)
+                plans = zip(self.groups, self.noise, strict=True)
                 flats = [Flat(group, noise, self._home) for group, noise in plans]
             self._key, self.flats = list(key), [flat for flat in flats if flat.members]
         return self.flats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,25 +53,33 @@ class History:
                 "(ratio=…)."
             )
         scale = training.loss_scale()
-        pull = torch.stack([p.to(weights.sizes) for p in step.pulls]).sum()
-        if not training.pull_is_loss:
-            pull = pull * step.divisor / scale
-        parts = [pull, weights.sizes.new_tensor(float(len(step.pulls)))]
+        unit = 1.0 if training.pull_is_loss else step.divisor / scale
+        pulls = [p.to(weights.sizes) for p in step.pulls]
+        sums, counts = [reduce(torch.add, pulls) * unit], [len(pulls)]
         for noise in self.states:
             slopes = step.slopes.get(noise, [])
-            total = torch.stack(slopes).sum() if slopes else weights.sizes.new_zeros(())
-            parts += [total * training.slope_factor(noise, step) / scale]
-            parts += [weights.sizes.new_tensor(float(len(slopes)))]
-        pull, pulls, *found = training.ranks.sum(torch.stack(parts))[0].unbind()
-        for (noise, state), total, count in zip(
-            self.states.items(), found[::2], found[1::2], strict=True
-        ):
+            total = reduce(torch.add, slopes) if slopes else weights.sizes.new_zeros(())
+            sums.append(total * (training.slope_factor(noise, step) / scale))
+            counts.append(len(slopes))
+        pull, *found = self._means(sums, counts)
+        for (noise, state), slope in zip(self.states.items(), found, strict=True):
             if noise.steering is not None:
                 (memory,) = state["steering"]
                 elapsed = 1 if training.number <= OPENING else PERIOD
-                noise.steering.update(memory, total / count, pull / pulls, training.number, elapsed)
+                noise.steering.update(memory, slope, pull, training.number, elapsed)
                 if training.number > 100 and training.number % 100 == 1 and not memory.is_meta:
                     self._halvings = noise.steering.warn(memory, training.number, self._halvings)
+
+    def _means(self, sums: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Sums over passes divided by their number, those of all ranks."""
+        ranks = self._training.ranks
+        if not ranks.groups:
+            return [
+                total / count if count else total for total, count in zip(sums, counts, strict=True)
+            ]
+        both = torch.stack([*sums, *(sums[0].new_tensor(float(count)) for count in counts)])
+        totals, numbers = ranks.sum(both)[0].chunk(2)
+        return list((totals / numbers).unbind())
 
     def _learn_as_seen(self, noise: Perturbation) -> None:
         """From the gradients as the optimizer sees them; a fused one unscales them by itself."""

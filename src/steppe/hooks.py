@@ -51,6 +51,7 @@ class Hooks:
                 # after FSDP's own, when the module's parameters are the gathered ones
                 hook = module.register_forward_pre_hook(Hook(self, "gathered"))
                 self._handles.append(hook)
+        training.weights.frozen.install()
         perturbed = {slot.param: number for number, slot in enumerate(training.weights.params)}
         self._owners = [
             (module, name, param, perturbed[param])
@@ -65,6 +66,7 @@ class Hooks:
             handle.remove()
         for module in self._modules:
             vars(module).pop(STATE, None)
+        self._training.weights.frozen.remove()
         self._call.remove()
         vars(self._training.optimizer).pop(ASKS, None)
         if self._asks._answer:
@@ -106,7 +108,7 @@ class Hooks:
             return
         if running is not None and running.in_backward:
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and grad) or not training.weights.active:
+        if not (module.training and grad) or not training.perturbs_now:
             training.restore()
         elif running is not None:
             if training.weights.written():
@@ -120,7 +122,8 @@ class Hooks:
             if owner._parameters.get(name) is not param and not is_sharded(param):
                 raise RuntimeError(
                     f"The attached model runs with another {name} than the one that was attached "
-                    "(torch.func.functional_call with other weights, or a parametrization since). "
+                    "(torch.func.functional_call with other weights; a parametrization or a move to "
+                    "another device since). "
                     "Hold the pass open over what is made of the model's own weights: "
                     f"{self._training.loop.hold}. Or attach again."
                 )
@@ -240,7 +243,8 @@ class Hooks:
 
 
 def _pull(running: Running, gradient: Tensor) -> None:
-    pull = gradient.detach().abs().sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+    wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
+    pull = gradient.detach().abs().sum(dtype=wide)
     running.pull = pull if running.pull is None else running.pull + pull
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from steppe.noise import CPU_BLOCK, DEVICE_BLOCK
+
+if TYPE_CHECKING:
+    from steppe.frozen import FrozenLinear
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -56,11 +59,20 @@ class Perturbed:
     dtype: torch.dtype
     device: torch.device
     """The full parameter's, as they were when steppe was attached."""
+    always: bool = False
+    """Perturbed also where frozen: nothing trains it."""
+    layer: FrozenLinear | None = None
+    """What computes with noise out of place while the parameter is frozen."""
 
     @property
     def active(self) -> bool:
-        """Frozen parameters are never touched, whenever they were frozen."""
-        return self.param.requires_grad
+        """In training, frozen parameters are never touched, whenever they were frozen."""
+        return self.always or self.param.requires_grad
+
+    @property
+    def noisy(self) -> bool:
+        """Whether it is perturbed, in place or out of place."""
+        return self.active or self.layer is not None
 
     @property
     def values(self) -> Tensor:

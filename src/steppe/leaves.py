@@ -38,6 +38,7 @@ class Leaves:
         self._sharded = [param for param in perturbed if is_sharded(param)]
         self._of_model = [p for p in model.parameters() if not is_sharded(p)]
         self._handles: dict[Tensor, Any] = {}
+        self._met: dict[Tensor, None] = {}
         self._all: dict[Tensor, None] = {}
         self._key: tuple[int, ...] = ()
         self._met_optimizers = False
@@ -46,10 +47,10 @@ class Leaves:
 
     def __iter__(self) -> Iterator[Tensor]:
         groups = self._optimizer.param_groups
-        key = (len(self._handles), *(len(group["params"]) for group in groups))
+        key = (len(self._met), *(len(group["params"]) for group in groups))
         if key != self._key:
             theirs = (p for p in self._of_optimizer(self._optimizer) if not is_sharded(p))
-            self._all, self._key = dict.fromkeys((*self._of_model, *theirs, *self._handles)), key
+            self._all, self._key = dict.fromkeys((*self._of_model, *theirs, *self._met)), key
         return iter(self._all)
 
     @staticmethod
@@ -69,9 +70,10 @@ class Leaves:
             number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
             hook = partial(_arrive, WeakMethod(self._arrive), number, ref(leaf))
             self._handles[leaf] = leaf.register_hook(hook)
+            self._met[leaf] = None
 
     def meet_optimizers(self) -> None:
-        """Watch what other optimizers train: what none of them holds needs no weighing.
+        """Find what other optimizers train: what none of them holds needs no weighing.
 
         torch keeps no list of optimizers, so they are looked for, once, among all objects.
         """
@@ -80,12 +82,10 @@ class Leaves:
         self._met_optimizers = True
         for found in gc.get_referrers(*_kinds(Optimizer)):
             if isinstance(found, Optimizer) and hasattr(found, "param_groups"):
-                for param in self._of_optimizer(found):
-                    if not is_sharded(param):
-                        self.watch(param)
+                self._met |= {p: None for p in self._of_optimizer(found) if not is_sharded(p)}
 
     def meet_graph(self, loss: Tensor) -> None:
-        """Watch the leaves of this graph that nobody named (a criterion's weights)."""
+        """Find the leaves of this graph that nobody named (a criterion's weights)."""
         seen, todo = set(), [loss.grad_fn]
         while todo:
             node = todo.pop()
@@ -94,7 +94,7 @@ class Leaves:
             seen.add(node)
             leaf = getattr(node, "variable", None)
             if leaf is not None and not is_sharded(leaf):
-                self.watch(leaf)
+                self._met[leaf] = None
             todo += [following for following, _ in node.next_functions]
 
     # ------------------------------------------------------------------ gradients
@@ -111,15 +111,19 @@ class Leaves:
             leaf.grad = None
         return aside
 
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody else looks at gradients as they accumulate, and must see sums."""
+        return any(leaf._post_accumulate_grad_hooks for leaf in self)
+
     @contextmanager
     def added_at_once(self, possible: bool, keep: Callable[[], None]) -> Iterator[None]:
         """Around one backward: gradients from before are put aside and added by one operation for
         all, where autograd would add them one by one. `keep` is called before they are added."""
-        before = {leaf: leaf.grad for leaf in self if leaf.grad is not None}
-        hooked = any(leaf._post_accumulate_grad_hooks for leaf in before)  # they see sums
-        if not (possible and before) or hooked:
+        if not possible:
             yield
             return
+        before = {leaf: leaf.grad for leaf in self if leaf.grad is not None}
         for leaf in before:
             leaf.grad = None
         try:
@@ -160,6 +164,7 @@ class Leaves:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._met.clear()
         self._all, self._key, self._of_model, self._model = {}, (), [], nn.Module()
 
 

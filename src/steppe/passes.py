@@ -61,13 +61,16 @@ class Run:
         if noise is not None and noise.needs_gradient and not training.step.gradient:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
         factor = 1.0 if self._scouts else self._factor / self._share
+        apart = self._weighs_loss and factor == 1 and training.adds_passes
         if self._scouts:
             if not self._weighs_loss:
                 training.leaves.meet_optimizers()
             self._aside = training.set_gradients_aside()
             self._quiet.enter_context(training.ranks.scouting())
         try:
-            self._running = training.begin(self.index, factor, share=self._share, held=repr(self))
+            self._running = training.begin(
+                self.index, factor, share=self._share, held=repr(self), apart=apart
+            )
             training.holding = self._running
             training.step.by_hooks = self._by_hooks
         except BaseException:
@@ -82,14 +85,17 @@ class Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
+        apart = self._running is not None and self._running.apart
         by_leaves = self._scouts or (self._running is not None and self._running.factor != 1)
         if by_leaves and training.number < EARLY:
             training.leaves.meet_graph(loss)
+            if not apart:
+                training.leaves.watch_all()
             if self._scouts:
                 self._aside = {**training.set_gradients_aside(), **self._aside}
         training.step.loss_unscaled |= training.scaler is None
         loss = loss if self._share == 1 else loss * self._share
-        possible = not training.ranks.averages and not self._scouts
+        possible = apart or not (training.ranks.averages or training.leaves.hooked)
         with training.leaves.added_at_once(possible, training.step.keep_own):
             (loss if training.scaler is None else training.scaler.scale(loss)).backward()
 

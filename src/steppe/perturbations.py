@@ -192,7 +192,8 @@ class AdaptiveGaussian(Gaussian):
         """A step with any non-finite gradient is dropped whole, without asking the device."""
         (history,) = state["history"]
         squares = squares * (scale * scale)
-        history.copy_(torch.where(squares.sum().isfinite(), self.beta * history + squares, history))
+        finite = squares.sum() < torch.inf
+        history.copy_(torch.where(finite, self.beta * history + squares, history))
 
     def stats(self, state: State) -> dict[str, float]:
         return {"factor": float(self.factor(state).median())}

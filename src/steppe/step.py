@@ -52,6 +52,11 @@ class Running:
     """Whether the outputs are a loss alone, and `pull` is its value."""
     alone: set[int] = field(default_factory=set)
     """Parameters whose `.grad` is its own gradient: there was none before."""
+    apart: bool = False
+    """Whether all gradients are its own at the end of its backward, so that none is looked at as it
+    arrives."""
+    learns: bool = False
+    """Whether something is learnt from its own gradients."""
 
 
 class Step:
@@ -75,6 +80,7 @@ class Step:
         self.slopes: dict[Perturbation, list[Tensor]] = {}
         """<eps, g> of the passes, or of all so far in one where their gradients add up."""
         self.pulls: list[Tensor] = []
+        self._frozen_slope: Tensor | float = 0.0
         self._seen: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------ while a pass runs
@@ -85,8 +91,12 @@ class Step:
         training = self._training
         if running.factor != 1:
             training.leaves.meet_optimizers()
-        if training.several or training.meters_passes:
+        if (training.several or training.meters_passes) and not running.apart:
             training.leaves.watch_all()
+        noise = training.method.passes[running.index].perturbation
+        running.learns = (
+            training.several and noise is not None and noise.learns_from == "pass"
+        ) or (training.meters_passes and bool(training.weights.moved))
 
     def backward_begins(self, running: Running) -> None:
         """The first gradient of a pass is there. Called once a pass, before anything accumulates."""
@@ -98,13 +108,13 @@ class Step:
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
         running = self.running
-        if running is None:
+        if running is None or running.apart:
             return None
         if not running.in_backward:
             self.backward_begins(running)
         running.reached = True
         factor = running.factor
-        if number is not None and self._learns(running):
+        if number is not None and running.learns:
             if number in running.own:  # a nested backward: the gradient comes in parts
                 running.own[number] = running.own[number] + grad
             elif number not in running.alone:
@@ -116,11 +126,6 @@ class Step:
             return None
         # never `grad * 0`: an overflow in a pass that does not count must not become NaN
         return torch.zeros_like(grad) if factor == 0 else grad * factor
-
-    def _learns(self, running: Running) -> bool:
-        noise = self._training.method.passes[running.index].perturbation
-        learns = self._training.several and noise is not None and noise.learns_from == "pass"
-        return learns or (self._training.meters_passes and bool(self._training.weights.moved))
 
     def close(self, *, count: bool) -> None:
         """The pass is over; it counts if its backward came to an end."""
@@ -139,10 +144,14 @@ class Step:
     def keep_own(self) -> None:
         """Keep the pass's own gradients where `.grad` is about to become a sum with those before."""
         running, params = self.running, self._training.weights.params
-        if running is not None:
-            kept = {number: params[number].param.grad for number in running.alone}
-            running.own |= {number: grad for number, grad in kept.items() if grad is not None}
-            running.alone.clear()
+        if running is None:
+            return
+        if running.apart:
+            running.reached = any(leaf.grad is not None for leaf in self._training.leaves)
+            running.alone = set(range(len(params))) if running.learns else set()
+        kept = {number: params[number].param.grad for number in running.alone}
+        running.own |= {number: grad for number, grad in kept.items() if grad is not None}
+        running.alone.clear()
 
     def _own(self, running: Running) -> list[Tensor | None]:
         """The pass's own gradient of each perturbed parameter."""
@@ -157,14 +166,20 @@ class Step:
         if running.pull is not None:
             self.pulls.append(running.pull if running.of_loss else running.pull / running.share)
         noise = training.method.passes[running.index].perturbation
-        if noise is None or noise.steering is None or not weights.moved:
+        if noise is None or noise.steering is None or not weights.away:
             return
+        frozen = weights.frozen.slope(weights.sizes)
         if training.meters_passes:
             own = dict(zip(weights.params, self._own(running), strict=True))
-            slope = weights.dot_eps([own[p] for p in weights.moved]) / running.share
-            self.slopes.setdefault(noise, []).append(slope)
+            slope = weights.dot_eps([own[p] for p in weights.moved])
+            slope = slope if frozen is None else slope + frozen
+            self.slopes.setdefault(noise, []).append(slope / running.share)
         else:  # what has accumulated so far, all of it at this eps
-            self.slopes[noise] = [weights.dot_eps([p.param.grad for p in weights.moved])]
+            slope = weights.dot_eps([p.param.grad for p in weights.moved])
+            if frozen is not None:
+                self._frozen_slope = self._frozen_slope + frozen
+                slope = slope + self._frozen_slope
+            self.slopes[noise] = [slope]
 
     def _note(self, running: Running) -> None:
         training = self._training

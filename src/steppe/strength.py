@@ -15,6 +15,7 @@ no length of training. A rise given as a schedule is taken as written, without i
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,8 +55,8 @@ class Reading(NamedTuple):
 class Steering:
     """Holds the loss rise of a perturbation at `rise` by its factor r, relative displacement.
 
-    The state is one small vector: num, den, the same with slower means, base, pull, first pull, steps
-    seen, steps at the bound, times halved, running mean of S², r.
+    The state is one small vector: num, den, running mean of S², num and den with slower means, base,
+    pull, first pull, steps seen, steps at the bound, times halved, r.
     """
 
     rise: Strength
@@ -76,18 +77,20 @@ class Steering:
 
     def init(self, like: Tensor) -> Tensor:
         state = like.new_zeros(12)
-        state[4], state[11] = FIRST, LEAST if self.ramped else FIRST
+        state[5], state[6], state[11] = FIRST, 1.0, LEAST if self.ramped else FIRST
         return state
 
     def ramp(self, state: Tensor) -> Tensor:
         """How far the noise is let in: 0 in the first steps, 1 when nothing pulls any longer."""
-        return self._ramp(state[5], state[6], state[7])
+        root = self._root(state[6], state[7], state[8])
+        return root * root
 
-    def _ramp(self, pull: Tensor, first: Tensor, seen: Tensor) -> Tensor:
+    def _root(self, pull: Tensor, first: Tensor, seen: Tensor) -> Tensor:
+        """The root of the ramp; 0 while the opening's mean, and so `pull`, is still the first."""
         if not self.ramped:
             return torch.ones_like(pull)
-        left = (pull / first.clamp_min(1e-30)).clamp(max=1.0)
-        return torch.where(seen >= OPENING, (1 - left).pow(self.power), 0.0)
+        left = (pull / first.clamp_min(1e-30)).clamp_(max=1.0)
+        return (1 - left).pow_(self.power / 2)
 
     def factor(self, state: Tensor) -> Tensor:
         """r, on the device: the same on every rank, whether it perturbs or not."""
@@ -98,36 +101,32 @@ class Steering:
     ) -> None:
         """Learn from one step, `elapsed` steps after the last: `slope` is S, `pull` the sum of |dL/dz|
         over the outputs. A step that is not finite changes nothing."""
-        new_weight, most = 1 - KEPT**elapsed, MOST * elapsed
+        new_weight, most = 1 - KEPT**elapsed, math.exp(MOST * elapsed)
         slope, pull = slope.to(state), pull.to(state)
-        num, den, num2, den2, base, q, first, seen, stuck, halved, square, r = state.unbind()
-        means = torch.stack([num, den, square]).lerp(
-            torch.stack([slope, r * r, slope * slope]), new_weight
-        )
-        slow = torch.stack([num2, den2]).lerp(torch.stack([slope, r * r]), new_weight / 2)
+        base, q, first, seen, stuck, halved, r = state[5:].unbind()
+        new = torch.stack([slope, r * r, slope * slope])
+        means, slow = state[:3].lerp(new, new_weight), state[3:5].lerp(new[:2], new_weight / 2)
         curvature, before = means[0] / means[1], slow[0] / slow[1]
-        wanted = (2 * self.asked(step) / curvature.clamp_min(1e-30)).sqrt()
-        change = (wanted / base).log().clamp(-most, most)
         # a loss that saturates looks ever flatter the stronger the noise: no reason for more of it
-        change = torch.where(curvature < before / 2, change.clamp(max=0.0), change)
-        new = torch.where(curvature > 0, base * change.exp(), base).clamp(max=self.bound)
-        stuck = torch.where(new >= self.bound, stuck + elapsed, 0.0)
+        flatter = curvature < before.clamp_min(1e-30) / 2
+        wanted = (2 * self.asked(step) / curvature.clamp_min(1e-30)).sqrt_()
+        highest = torch.where(flatter, base, base * most).clamp_(max=self.bound)
+        base = torch.minimum(wanted, highest).maximum(base / most)
+        stuck = (stuck + elapsed) * (base >= self.bound)
         halve = stuck >= STUCK
-        new = torch.where(halve, new / 2, new)
-        stuck = torch.where(halve, 0.0, stuck)
-        # the first steps' mean, then a running one
-        opening = seen < OPENING
-        first = torch.where(opening, first + (pull - first) / (seen + 1), first)
-        q = torch.where(opening, first, q.lerp(pull, new_weight))
-        parts = [means[0], means[1], slow[0], slow[1], new, q, first, seen + 1, stuck]
-        r = (new * self._ramp(q, first, seen + 1).sqrt()).clamp_min(LEAST)
-        parts += [halved + halve, means[2], r]
-        found = torch.stack(parts)
-        state.copy_(torch.where(found.isfinite().all(), found, state))
+        base = torch.where(halve, base / 2, base)
+        seen = seen + 1
+        opening = seen <= OPENING  # the first steps' mean, then a running one
+        q = q.lerp(pull, torch.where(opening, 1 / seen, new_weight))
+        first = torch.where(opening, q, first)
+        r = (base * self._root(q, first, seen)).clamp_(min=LEAST)
+        parts = [base, q, first, seen, stuck.masked_fill(halve, 0.0), halved + halve, r]
+        found = torch.cat([means, slow, torch.stack(parts)])
+        state.copy_(torch.where(found.abs().amax() < torch.inf, found, state))
 
     def read(self, state: Tensor, step: int) -> Reading:
         """For `stats()` and `print(perturber)`: waits for the device."""
-        num, square, seen = (float(state[n]) for n in (0, 10, 7))
+        num, square, seen = (float(state[n]) for n in (0, 2, 8))
         late = max(0.0, seen - OPENING)
         weight = 1 - KEPT ** (seen + (PERIOD - 1) * late)
         mean = num / weight if weight else float("nan")
@@ -141,7 +140,7 @@ class Steering:
 
     def warn(self, state: Tensor, step: int, halvings: int) -> int:
         """Say what does not work, now and then (it waits for the device); the halvings so far."""
-        found = int(state[9])
+        found = int(state[10])
         if found > halvings:
             warnings.warn(
                 f"A loss rise of {self.asked(step):g} cannot be held: the relative displacement stood at "

@@ -70,6 +70,7 @@ class Training:
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
         self.several = len(method.passes) > 1
+        self._steered = method.steered
         self.rests = method.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
         those gathered at perturbed weights do not fit the true ones."""
@@ -99,6 +100,12 @@ class Training:
         alone = not self.several and not self.ranks.averages
         return self.metered and not alone and not self.weights.shards.several
 
+    @property
+    def adds_passes(self) -> bool:
+        """Whether the gradients of passes are put aside for each other and added up by us."""
+        ours = not (self.ranks.averages or self.weights.shards.several)
+        return ours and not self.leaves.hooked
+
     def slope_factor(self, noise: Perturbation, step: Step) -> float:
         """What the measured slopes are multiplied by to be those of the loss itself."""
         if self.meters_passes:
@@ -109,6 +116,11 @@ class Training:
             own = self.ranks.columns if self.ranks.noise == "rank" else 1
             factor *= own / weight if weight else 0.0
         return factor
+
+    @property
+    def perturbs_now(self) -> bool:
+        """Whether there is a parameter to perturb: all that were may be frozen by now."""
+        return any(p.noisy for p in self.weights.params)
 
     @property
     def running(self) -> Running | None:
@@ -141,7 +153,13 @@ class Training:
     # ------------------------------------------------------------------ moving the weights
 
     def begin(
-        self, index: int, factor: float = 1.0, *, share: float = 1.0, held: str = ""
+        self,
+        index: int,
+        factor: float = 1.0,
+        *,
+        share: float = 1.0,
+        held: str = "",
+        apart: bool = False,
     ) -> Running:
         """Put the eps of a pass into the weights and weigh its gradients by `factor`."""
         self.restore()
@@ -156,7 +174,7 @@ class Training:
                 "state_dict(), or give the rise as a schedule (rise=steppe.constant(0.05)).",
                 stacklevel=2,
             )
-        running = Running(index, factor, share, held)
+        running = Running(index, factor, share, held, apart=apart)
         self.step.running = running
         try:
             if self.method.passes[index].perturbation is not None:
@@ -187,7 +205,7 @@ class Training:
     def metered(self) -> bool:
         """Whether the loss rise is measured in this step: in the first ones, then in some."""
         now = self.number <= OPENING or self.number % PERIOD == 1
-        return self.method.steered and now and not self.resting
+        return self._steered and now and not self.resting
 
     def gain(self, noise: Perturbation) -> Tensor | None:
         """The factor that a steered perturbation's strength has now, on the device."""
@@ -207,7 +225,9 @@ class Training:
         self.weights.save()
         with torch.no_grad():
             self.weights.gain = self.gain(noise)
+            self.weights.frozen.metered = noise.steering is not None and self.metered
             noise.move(self.weights, self.history.states[noise], draw, gradient)
+        self.weights.frozen.check_begun(noise)
         self.weights.watch()
         torch.clear_autocast_cache()
 
@@ -217,7 +237,7 @@ class Training:
         self.step.close(count=False)
         if running is not None and running.frozen is not None:
             running.frozen.thaw()
-        if self.weights.moved:
+        if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
             finally:
@@ -229,12 +249,14 @@ class Training:
         if self.running is running:
             frozen, running.frozen = running.frozen, None
             try:
+                self.weights.frozen.check_ran()
                 self.step.close(count=True)
             finally:
                 if frozen is not None:
                     frozen.thaw()
+                self._marks = None
                 self.restore()
-            self._marks, self._passed = self.weights.marks(), True
+            self._marks, self._passed = self._marks or self.weights.marks(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
@@ -264,6 +286,7 @@ class Training:
             if index is not None:
                 self.move(index, draw)
             yield
+            self.weights.frozen.check_ran()
         finally:
             self.restore()
             frozen.thaw()

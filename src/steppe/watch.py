@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steppe.layout import Perturbed, stored
 
@@ -13,19 +13,27 @@ CLOSE_LOOKS = 2
 """In so many moves, values are compared too: data-dependent initialisation, in the first forward, may
 write through `.data`, which leaves no trace."""
 
+ALREADY = (
+    "The weights are perturbed already. Leave the perturbed() block, or end the pass that is under way "
+    "(backward(), perturber.restore()) first."
+)
+
 
 class Watch:
     """Compares versions and places of parameters, between a move and the way back."""
 
     def __init__(self, params: Sequence[Perturbed]) -> None:
         self._params = params
+        plain = all(type(p.param) is nn.Parameter for p in params)
+        self._stored = stored(params) if plain else None
         self._moved: Sequence[Perturbed] = ()
         self._marks: tuple[tuple[int, int], ...] = ()
         self._norms: Tensor | None = None
         self._close_looks = 0 if any(p.device.type == "meta" for p in params) else CLOSE_LOOKS
 
     def marks(self) -> tuple[tuple[int, int], ...]:
-        return tuple((t._version, t.data_ptr()) for t in stored(self._params))
+        tensors = stored(self._params) if self._stored is None else self._stored
+        return tuple([(t._version, t.data_ptr()) for t in tensors])
 
     def begin(self, moved: Sequence[Perturbed]) -> None:
         self._moved, self._marks = moved, self.marks()
@@ -61,9 +69,9 @@ class Watch:
 
 def written_by_others(names: Sequence[str]) -> RuntimeError:
     return RuntimeError(
-        f"{', '.join(names[:3])}{', …' if names[3:] else ''} changed in the middle of a perturbed pass, and "
-        "not by steppe: nn.Embedding(max_norm=…), an initialisation in the first forward, … The weights are "
-        "back at their values of before the pass, without that change. Leave the parameter out, "
-        f"exclude=({names[0]!r},), or change it outside of the pass: before the forward or after "
-        "perturber.restore()."
+        f"{', '.join(names[:3])}{', …' if names[3:] else ''} changed in the middle of a perturbed pass (or a "
+        "perturbed() block), and not by steppe: nn.Embedding(max_norm=…), an optimizer's step, an initialisation "
+        "in the first forward, … The weights are back at their values of before the pass, without that change. "
+        f"Leave the parameter out, exclude=({names[0]!r},), or change it outside of the pass: before the forward "
+        "or after perturber.restore()."
     )

@@ -7,50 +7,62 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
+from steppe.frozen import FrozenLayers, FrozenLinear
 from steppe.layout import Perturbed, local
 from steppe.noise import Draw
 from steppe.shards import Shards
-from steppe.watch import Watch, written_by_others
+from steppe.watch import ALREADY, Watch, written_by_others
+
+_away: WeakSet[Weights] = WeakSet()
+"""Who has moved weights at present: two must never move the same ones."""
 
 
 class Weights:
     """Every perturbed parameter, its filters in one row of numbers, and the way back.
 
     Quantities per filter (norms, history, std) are vectors over the filters of all parameters, in the
-    order of `params`: a few thousand numbers, the same on every rank that holds a shard.
+    order of `params`: a few thousand numbers, the same on every rank that holds a shard. The groups of
+    `optimizer` say what is perturbed how much; without one, all alike, also frozen ones.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         shards: Shards | None = None,
+        frozen: Mapping[nn.Parameter, FrozenLinear] | None = None,
     ) -> None:
         self.shards, self._optimizer = shards or Shards(), optimizer
+        self.frozen = FrozenLayers(frozen)
         self.params: list[Perturbed] = []
         self.filters = 0
         for name, param in named:
             count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
             place = slice(self.filters, self.filters + count)
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            self.params.append(Perturbed(name, param, place, at, *kind))
+            layer = self.frozen.of.get(param)
+            here = Perturbed(name, param, place, at, *kind, optimizer is None, layer)
+            self.params.append(here)
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
-        kinds = {p.dtype for p in self.params}
+        kinds = [p.dtype for p in self.params]
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self.sizes = self._repeat([float(p.length) for p in self.params])
+        self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
         self._flat = FlatMemory(self.params, self.device)
+        self.frozen.place(self.params, self._flat.noise)
         self._written = False
         self._watch = Watch(self.params)
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
@@ -64,6 +76,11 @@ class Weights:
     def active(self) -> list[Perturbed]:
         return [p for p in self.params if p.active]
 
+    @property
+    def away(self) -> bool:
+        """Whether a perturbation is at work, in place or out of place."""
+        return bool(self.moved) or self.frozen.noisy
+
     def marks(self) -> tuple[object, ...]:
         """A mark for every perturbed parameter, which differs if somebody has written it since."""
         return self._watch.marks()
@@ -73,12 +90,17 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        norms = torch.zeros(self.filters, dtype=self.dtype, device=self.device)
+        flats = self._memory() if tensors is None else self._last()
+        norms = self.sizes.new_empty(self.filters)
+        if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
+            norms.zero_()
         given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
-        for flat in self._memory() if tensors is None else self._last():
+        for flat in flats:
             if tensors is None and not self.moved:  # the backup is free memory then
                 copy(flat.views, flat.values, flat.odd)
             norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
+        if tensors is None:
+            self.frozen.write_norms(norms)
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -90,7 +112,7 @@ class Weights:
 
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
-        return self.filter_norms() * self.sizes.rsqrt()
+        return self.filter_norms() * self._per_entry
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -108,15 +130,16 @@ class Weights:
     @torch.no_grad()
     def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        if self.shards.several:
-            pairs = zip(tensors, params, strict=True)
-            tensors = [t for t, p in pairs if self.shards.counts(p.param)]
-        mine = [local(t) for t in tensors if t is not None]
-        norms = (
-            torch._foreach_norm(mine, 2, dtype=self.dtype) if mine else [self.sizes.new_zeros(())]
-        )
-        total = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
-        return self.shards.sum_(total.square()).sqrt_() if self.shards.several else total
+        pairs = zip(params, tensors, strict=True)
+        given = {p: t if self.shards.counts(p.param) else None for p, t in pairs}
+
+        def squared(flat: Flat, block: Block) -> Tensor:
+            there = block.in_place(given)
+            there = flat.loaded(block, given).flat if there is None else there
+            norm: Tensor = torch.linalg.vector_norm(there, dtype=flat.wide)
+            return norm.square_()
+
+        return self._total(self._last(), squared).sqrt_()
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
@@ -124,9 +147,9 @@ class Weights:
         return [torch.zeros_like(param, dtype=kind) for param, kind in kinds]
 
     def strengths(self) -> Tensor:
-        """Each filter's factor on the strength, from the parameter groups; 0 where frozen."""
+        """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
         factors = self._group_factors(uphill=False)
-        return self._repeat([f * p.active for f, p in zip(factors, self.params, strict=True)])
+        return self._repeat([f * p.noisy for f, p in zip(factors, self.params, strict=True)])
 
     def _group_factors(self, *, uphill: bool) -> list[float]:
         """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
@@ -134,7 +157,7 @@ class Weights:
         `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
         """
         found = {}
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._optimizer else ():
             factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
             factor = -factor if uphill and group.get("maximize", False) else factor
             if factor != 1:
@@ -161,11 +184,13 @@ class Weights:
     @torch.no_grad()
     def save(self) -> None:
         """Back up the true weights. From here until `restore()` they may be written."""
-        if self.moved:
-            raise RuntimeError("The weights are already perturbed; restore() them first.")
+        mine = {id(p.param) for p in self.active} if _away else ()
+        if any(id(p.param) in mine for other in _away for p in other.moved):
+            raise RuntimeError(ALREADY)
         for flat in self._memory():
             copy(flat.views, flat.values, flat.odd)
         self.moved, self._written = self.active, False
+        _away.add(self)
 
     def watch(self) -> None:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
@@ -181,6 +206,7 @@ class Weights:
         Raises, with the true weights in place, if somebody wrote a parameter in the meantime; `quiet`
         never raises (for `__del__`, and the end of the interpreter).
         """
+        self.frozen.end()
         if not self.moved:
             return
         with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
@@ -188,6 +214,7 @@ class Weights:
             for flat in self._flat.flats:
                 copy(flat.values_now() if written else flat.values, flat.views, flat.odd)
             self.moved = []
+            _away.discard(self)
             self.shards.reshard()
             if written and not quiet:
                 raise written_by_others(written)
@@ -222,8 +249,9 @@ class Weights:
             block.draw_(eps.flat, seed_of(block.number))
             eps.flat.mul_(factors)
 
-        std = std if self.gain is None else std * self.gain
-        self._write(fill, self._with_factors(std), draw.sign)
+        std = self._with_factors(std if self.gain is None else std * self.gain)
+        self._write(fill, std, draw.sign)
+        self.frozen.begin(draw, seed_of, std, shaped=factor is not None)
 
     def add(
         self, directions: Sequence[Tensor | None], scale: Tensor, *, uphill: bool = False
@@ -290,13 +318,14 @@ class Weights:
 
     def _total(self, flats: Sequence[Flat], of: Callable[[Flat, Block], Tensor]) -> Tensor:
         """The sum over all blocks, and shards, in the same order whatever the threads."""
-        found = {-1: self.sizes.new_zeros(())}
+        found: dict[int, Tensor] = {}
 
         def work(flat: Flat, block: Block) -> None:
             found[block.number] = of(flat, block).to(self.device, self.dtype)
 
         by_block(flats, work)
-        total = torch.stack([found[number] for number in sorted(found)]).sum()
+        parts = [found[number] for number in sorted(found)] or [self.sizes.new_zeros(())]
+        total = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         return self.shards.sum_(total) if self.shards.several else total
 
     @torch.no_grad()
@@ -318,16 +347,19 @@ class Weights:
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
         scales = torch.where(finite, torch.zeros_like(norms) + scale, 0.0)
-        kept = {p: local(m) for p, m in zip(self.params, memory, strict=True)}
-        for group in self._flat.groups:
-            torch._foreach_mul_([kept[p] for p in group], decays.to(group[0].device))
+        kept = dict(zip(self.params, memory, strict=True))
+        for p in self.params:
+            if not p.active:
+                local(kept[p]).mul_(decays.to(p.device))
 
         def learn(flat: Flat, block: Block) -> None:
             # a single block is still there
             new = flat.scratch(block) if len(flat.blocks) == 1 else flat.loaded(block, given)
             new.flat.masked_fill_(bad.to(flat.device), 0.0)
             (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
-            torch._foreach_add_([m for m in block.of(kept) if m is not None], new.views)
+            memory = [m for m in block.of(kept) if m is not None]
+            torch._foreach_mul_(memory, decays.to(flat.device))
+            torch._foreach_add_(memory, new.views)
 
         by_block(flats, learn)
 

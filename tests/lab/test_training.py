@@ -17,7 +17,6 @@ from torch import nn
 from steppe.lab import Config, DivergedError, Interrupted, LabError, Sources, Task, train
 from steppe.lab import course as course_module
 from steppe.lab.data import wrap
-from steppe.lab.progress import Silent
 from steppe.lab.runs import Store, locked
 from steppe.lab.specs import METHODS
 from steppe.lab.training import run_config
@@ -293,13 +292,8 @@ def test_one_run_one_process(tmp_path):
 
 def test_learning_rate_warms_up_and_falls():
     result = []
-
-    class Ear(Silent):
-        def __call__(self, event):
-            result.append(event.step)
-
     config = TINY.replace(steps=8, warmup=2, batch=200, lr=0.5)
-    run_config(config, Sources(), None, Ear())
+    run_config(config, Sources(), None, lambda event: result.append(event.step))
     assert result[-1] == 8
     from steppe.lab.problems import load_problem
     from steppe.lab.trainer import Trainer

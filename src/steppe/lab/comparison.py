@@ -21,7 +21,7 @@ from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.sentences import comparison_numbers, comparison_sentence, comparison_table
-from steppe.lab.specs import PAPER, Spec, as_spec, label
+from steppe.lab.specs import Spec, as_spec, label, usual_methods
 from steppe.lab.statistics import Difference, compare_all, mean_std
 from steppe.lab.survival import survival_columns, survival_sentence, survival_table
 from steppe.lab.tables import Format, Table, terminal_width
@@ -186,7 +186,7 @@ class Comparison:
 def compare(
     model: ModelFn | str | None = None,
     data: Any = None,
-    methods: Sequence[str | Spec | Method] = PAPER,
+    methods: Sequence[str | Spec | Method] | None = None,
     seeds: int | Sequence[int] = 3,
     *,
     config: Config | Mapping[str, object] | None = None,
@@ -206,7 +206,8 @@ def compare(
             dataset or a DataLoader; a `Data`; a function of the seed that gives one of these; or a
             name, a folder or a CSV file.
         methods: Texts such as "arwp:ratio=.6", or methods such as `steppe.arwp(ratio=0.6)`. The
-            first "sgd" without settings of its own is the baseline; without one, the first method.
+            first "sgd" without settings of its own is the baseline; without one, the first method. By
+            default the paper's six, and "arwp:rise=0.2" where robustness is shown and nothing tuned.
         seeds: How many seeds, or which.
         config: Everything else (epochs, batch, lr …): a `Config` or a mapping of its fields.
         task: A `Task`, or "classification", "regression" or module:function.
@@ -231,6 +232,8 @@ def compare(
     def run(work: Sequence[Job], title: str) -> list[Result]:
         return run_all(work, sources, store, engine=place, progress=progress, title=title)
 
+    if methods is None:
+        methods = usual_methods(tune=bool(tune), robustness=robustness)
     specs = _baseline_first([as_spec(method) for method in methods])
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tyro.conf import Positional
 from steppe.lab.errors import LabError, explained
 from steppe.lab.options import Maybe, Words
 from steppe.lab.recipes import PAPER, RECIPES, recipe
+from steppe.lab.results import stored
 from steppe.lab.runs import DEFAULT_STORE, Run, Store, to_csv
 from steppe.lab.tables import Format, Table, terminal_width
 
@@ -32,20 +34,11 @@ class Recipes:
 
     def run(self) -> None:
         if self.name is not None:
-            chosen = recipe(self.name, self.method).to_dict()
-            _write(
-                "\n".join(
-                    f"{name} = {_toml(value)}"
-                    for name, value in chosen.items()
-                    if value is not None
-                )
-            )
+            chosen = recipe(self.name, self.method).to_dict().items()
+            _write("\n".join(f"{k} = {_toml(value)}" for k, value in chosen if value is not None))
             return
-        rows = []
-        for name, function in RECIPES.items():
-            about = (function.__doc__ or "").partition("\n")[0].rstrip(".")
-            rows.append((name, "the paper's" if name in PAPER else "CPU-sized", about))
-        _write(_left(rows))
+        kinds = {name: "the paper's" if name in PAPER else "CPU-sized" for name in RECIPES}
+        _write(_left([(name, kind, RECIPES[name].about) for name, kind in kinds.items()]))
         _write("\nEach takes --method: sgd, sam, rwp, arwp, m-rwp, m-arwp (and asam, msam, …).")
 
 
@@ -154,12 +147,7 @@ def fetched(name: str, root: Path | None, url: str | None) -> str:
 
     from steppe.lab import data
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {}
@@ -173,8 +161,6 @@ def fetched(name: str, root: Path | None, url: str | None) -> str:
 
 
 def _summary(run: Run) -> dict[str, object]:
-    from steppe.lab.results import stored
-
     result = stored(run)
     record: dict[str, object] = {"run": run.name, "status": run.status}
     if result is None:
@@ -187,8 +173,6 @@ def _summary(run: Run) -> dict[str, object]:
 
 def _about(run: Run) -> str:
     """A run in a few lines: result, where it ran, its files."""
-    from steppe.lab.results import stored
-
     result = stored(run)
     lines = [f"{run.folder}  ({run.status})"]
     if result is None:
@@ -213,13 +197,10 @@ def _cell(value: object) -> str:
 
 
 def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
+    """As TOML writes it, which but for tables is as JSON does."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _write(text: str) -> None:

@@ -6,12 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
 
-from rich import progress as rich_progress
+from rich import progress as rich
 from rich.console import Console
 
 from steppe.lab.ranks import world
@@ -51,55 +49,8 @@ Progress = bool | Listener | None
 """True or False shows or hides it, None shows it where a person is looking, a function is called."""
 
 
-class Display(Protocol):
-    """Shows events of one or several runs."""
-
-    def __call__(self, event: Event) -> None: ...
-    def __enter__(self) -> Display: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None: ...
-
-
-class Silent(AbstractContextManager["Silent"]):
-    """Shows nothing."""
-
-    def __call__(self, event: Event) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
-class Called(AbstractContextManager["Called"]):
-    """Gives every event to a function of the user's."""
-
-    def __init__(self, function: Listener) -> None:
-        self.function = function
-
-    def __call__(self, event: Event) -> None:
-        self.function(event)
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
-class Left:
-    """How long several runs will still take, by their shares of the work."""
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self.weights, self.all, self.done = weights, sum(weights.values()), 0.0
-        self.began = time.monotonic()
-
-    def words(self, finished: str) -> str:
-        """`1 h 5 min left`, now that this run is finished; nothing at the end."""
-        self.done += self.weights.get(finished, 0.0)
-        part = self.done / self.all if self.all else 1.0
-        seconds = (time.monotonic() - self.began) * (1 - part) / part if part else 0.0
-        return f"({duration(seconds)} left)" if seconds >= 1 else ""
+Display = Listener
+"""Shows the events of one or several runs that it is called with."""
 
 
 def duration(seconds: float) -> str:
@@ -114,91 +65,79 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-class Lines(AbstractContextManager["Lines"]):
+class Lines:
     """Log lines: for one run every few seconds, for several one at the end of each."""
 
     def __init__(self, weights: Mapping[str, float], seconds: float = 5.0) -> None:
-        self.runs, self.seconds = max(1, len(weights)), seconds
-        self.finished = 0
-        self.left = Left(weights)
+        self.weights, self.seconds = weights, seconds
+        self.finished, self.done = 0, 0.0
+        self.began = time.monotonic()
         self._last = -seconds
 
     def __call__(self, event: Event) -> None:
-        now = time.monotonic()
+        runs, now = max(1, len(self.weights)), time.monotonic()
         if event.done:
             self.finished += 1
-            count = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
-            words = "  ".join(filter(None, [event.words(), self.left.words(event.run)]))
+            self.done += self.weights.get(event.run, 0.0)
+            count = f"[{self.finished}/{runs}] " if runs > 1 else ""
+            words = "  ".join(filter(None, [event.words(), self._left(now - self.began)]))
             logger.info("%s%s: %s  %s", count, event.run, event.done, words)
-        elif self.runs == 1 and event.metrics and now - self._last >= self.seconds:
+        elif runs == 1 and event.metrics and now - self._last >= self.seconds:
             self._last = now
             logger.info("%s: step %d/%d  %s", event.run, event.step, event.steps, event.words())
 
-    def __exit__(self, *_: object) -> None:
-        return
+    def _left(self, seconds: float) -> str:
+        """`(1 h 5 min left)` by the shares of the work that took so long; nothing at the end."""
+        rest = seconds * (sum(self.weights.values()) - self.done) / self.done if self.done else 0.0
+        return f"({duration(rest)} left)" if rest >= 1 else ""
 
 
-class Bars(AbstractContextManager["Bars"]):
+class Bars(rich.Progress):
     """Bars on a terminal or in a notebook: one per active run, and one for all if there are several."""
 
     def __init__(self, weights: Mapping[str, float], title: str) -> None:
-        self.weights = weights
-        self.progress = rich_progress.Progress(
-            rich_progress.TextColumn("[bold]{task.description}"),
-            rich_progress.BarColumn(bar_width=24),
-            rich_progress.TextColumn("{task.percentage:>3.0f}%"),
-            rich_progress.TextColumn("{task.fields[rate]}", style="cyan"),
-            rich_progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            rich_progress.TextColumn("{task.fields[words]}"),
+        super().__init__(
+            rich.TextColumn("[bold]{task.description}"),
+            rich.BarColumn(bar_width=24),
+            rich.TextColumn("{task.percentage:>3.0f}%"),
+            rich.TextColumn("{task.fields[rate]}", style="cyan"),
+            rich.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            rich.TextColumn("{task.fields[words]}"),
             console=Console(stderr=True),
             speed_estimate_period=120,
         )
-        self.tasks: dict[str, rich_progress.TaskID] = {}
+        self.weights = weights
+        self.active: dict[str, rich.TaskID] = {}
         self.parts: dict[str, float] = {}
-        self.finished = 0
-        self.whole: rich_progress.TaskID | None = None
+        self.ended = 0
+        self.whole: rich.TaskID | None = None
         if len(weights) > 1:
-            words = f"0/{len(weights)} runs"
-            self.whole = self.progress.add_task(
-                title, total=sum(weights.values()), rate="", words=words
-            )
-
-    def __enter__(self) -> Bars:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+            total, words = sum(weights.values()), f"0/{len(weights)} runs"
+            self.whole = self.add_task(title, total=total, rate="", words=words)
 
     def __call__(self, event: Event) -> None:
-        if event.run not in self.tasks:
-            self.tasks[event.run] = self.progress.add_task(
+        if event.run not in self.active:
+            self.active[event.run] = self.add_task(
                 event.run, total=event.steps, completed=event.step, rate="", words=""
             )
-        task = self.tasks[event.run]
-        speed = next(t.speed for t in self.progress.tasks if t.id == task)
+        task = self.active[event.run]
+        speed = next(t.speed for t in self.tasks if t.id == task)
         rate = f"{speed:.0f} steps/s" if speed else ""
-        self.progress.update(task, completed=event.step, rate=rate, words=event.words())
-        if self.whole is not None:
-            self._move_whole(event, task, self.whole)
-
-    def _move_whole(
-        self, event: Event, task: rich_progress.TaskID, whole: rich_progress.TaskID
-    ) -> None:
-        part = 1.0 if event.done else event.step / event.steps
-        self.parts[event.run] = part
+        self.update(task, completed=event.step, rate=rate, words=event.words())
+        if self.whole is None:
+            return
+        self.parts[event.run] = 1.0 if event.done else event.step / event.steps
         done = sum(self.weights.get(run, 1.0) * share for run, share in self.parts.items())
-        self.progress.update(whole, completed=done)
+        self.update(self.whole, completed=done)
         if event.done:
-            self.finished += 1
-            self.progress.update(whole, words=f"{self.finished}/{len(self.weights)} runs")
-            self.progress.remove_task(task)
-            del self.tasks[event.run]
+            self.ended += 1
+            self.update(self.whole, words=f"{self.ended}/{len(self.weights)} runs")
+            self.remove_task(self.active.pop(event.run))
 
 
 def display(
     show: Progress, weights: Mapping[str, float] | None = None, title: str = "all runs"
-) -> Display:
+) -> AbstractContextManager[Display]:
     """Bars on a terminal and in notebooks, else log lines; `show=False`, and all ranks but 0: nothing.
 
     A function is called with every event instead.
@@ -206,11 +145,9 @@ def display(
     `weights` gives the share of work of each run, by name, where there are several.
     """
     if show is False or not world().leads:
-        return Silent()
+        return nullcontext(lambda event: None)
     if callable(show):
-        return Called(show)
-    weights = weights or {}
-    notebook = "ipykernel" in sys.modules
-    if notebook or sys.stderr.isatty():
-        return Bars(weights, title)
-    return Lines(weights)
+        return nullcontext(show)
+    if "ipykernel" in sys.modules or sys.stderr.isatty():
+        return Bars(weights or {}, title)
+    return nullcontext(Lines(weights or {}))

@@ -23,6 +23,8 @@ METHODS = (
 """The functions of `steppe` that make methods, with hyphens."""
 PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
 """The six methods of the paper's tables."""
+LARGE = "arwp:rise=0.2"
+"""The setting for compression: shown beside the default wherever robustness is."""
 
 STRENGTHS = ("sigma", "ratio", "rho", "rise")
 SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
@@ -148,6 +150,11 @@ def parse(text: str) -> Spec:
     if name != "sgd":  # which has nothing to check, and `--help` must not wait for torch
         spec.build(steps=1)  # the method itself checks its values
     return spec
+
+
+def usual_methods(*, tune: bool, robustness: bool) -> tuple[str, ...]:
+    """What is compared where nobody says; beside tuned strengths a fixed one has no place."""
+    return (*PAPER, LARGE) if robustness and not tune else PAPER
 
 
 def as_spec(method: str | Spec | steppe.Method) -> Spec:

@@ -1,7 +1,7 @@
 """Static figures of analysis results, in matplotlib.
 
 Each function takes results by name (`{"SGD": result, ...}`; a bare result is a dict of one) and
-gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and cividis,
+gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and viridis,
 which people without full colour vision can tell apart; lines differ in dash as well.
 """
 
@@ -280,7 +280,8 @@ def _draw_surface(axis: Any, result: Landscape, z: Any, kind: str, norm: Any) ->
         return
     axis.set_aspect("equal")
     axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
-    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading="nearest", rasterized=True)
+    smooth = "nearest" if result.holes else "gouraud"
+    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading=smooth, rasterized=True)
     if kind == "contour":
         levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
         axis.contour(b, a, z, levels=levels, colors="white", linewidths=0.6)

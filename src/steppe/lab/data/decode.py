@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -79,17 +79,22 @@ def crop_box(width: int, height: int, draws: list[list[float]]) -> Box:
     return left, top, left + w, top + h
 
 
-def opened(file: str | Path) -> Image.Image:
-    """The file's image in colour, decoded."""
+def pillow() -> Any:
+    """`PIL.Image`, or how to get it."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "Image folders are read with Pillow. Install it: pip install 'steppe[lab]'."
+            "Image folders and RandAugment need Pillow. Install it: pip install 'steppe[lab]'."
         ) from error
+    return Image
+
+
+def opened(file: str | Path) -> Image.Image:
+    """The file's image in colour, decoded."""
     try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
+        with pillow().open(file) as image:
+            return image.convert("RGB")  # type: ignore[no-any-return]
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(
             f"{file} cannot be read as an image ({error}). Remove or replace it."

@@ -1,21 +1,21 @@
-"""RandAugment (Cubuk et al. 2020) on whole batches of bytes."""
+"""RandAugment (Cubuk et al. 2020) with Pillow's operations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from steppe.lab.data import operations
+from steppe.lab.data.decode import pillow
 
 LEVELS = 30  # magnitudes are on a scale of 0 to 30
 BLENDS = {
-    "brightness": operations.brightness,
-    "colour": operations.colour,
-    "contrast": operations.contrast,
-    "sharpness": operations.sharpness,
+    "brightness": "Brightness",
+    "colour": "Color",
+    "contrast": "Contrast",
+    "sharpness": "Sharpness",
 }
 MOVES = ("rotate", "shear-x", "shear-y", "translate-x", "translate-y")
 OPERATIONS = ("identity", "autocontrast", "equalize", "posterize", "solarize", *BLENDS, *MOVES)
@@ -41,52 +41,40 @@ class RandAugment:
             raise ValueError(f"randaugment: magnitude must be 0 to {LEVELS}, got {self.magnitude}.")
 
     def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor:
-        images = images.clone()
+        import numpy as np
+
+        arrays = images.movedim(1, 3).contiguous()
+        last = 3 if images.shape[1] == 1 else 4  # Pillow's grey images have no channel axis
+        pictures = [pillow().fromarray(a) for a in arrays.flatten(last - 1).numpy()]
         for _ in range(self.count):
             chosen = torch.randint(len(OPERATIONS), (len(images),), generator=draws)
             sign = 1 - 2 * torch.randint(2, (len(images),), generator=draws)
-            for k, name in enumerate(OPERATIONS[1:], start=1):
-                members = (chosen == k).nonzero().flatten()
-                if len(members):
-                    part = images.index_select(0, members)
-                    images.index_copy_(0, members, apply(name, part, self.strength, sign[members]))
-        return images
-
-    @property
-    def strength(self) -> float:
-        return self.magnitude / LEVELS
+            plan = zip(pictures, chosen.tolist(), sign.tolist(), strict=True)
+            pictures = [apply(OPERATIONS[k], p, self.magnitude / LEVELS, way) for p, k, way in plan]
+        return torch.from_numpy(np.stack(pictures)).view_as(arrays).movedim(3, 1).contiguous()
 
 
-def apply(name: str, images: Tensor, strength: float, sign: Tensor) -> Tensor:
-    """One named operation at a strength in [0, 1], with the direction of each image."""
+def apply(name: str, image: Any, strength: float, way: int) -> Any:
+    """An image after one named operation at a strength in [0, 1], in the direction 1 or -1."""
+    from PIL import Image, ImageEnhance, ImageOps
+
+    far = strength * way
+    if name == "identity":
+        return image
     if name in BLENDS:
-        return BLENDS[name](images, (1 + 0.9 * strength * sign).to(torch.float32))
-    if name in MOVES:
-        return operations.affine(images, matrices(name, images, strength, sign))
+        return getattr(ImageEnhance, BLENDS[name])(image).enhance(1 + 0.9 * far)
+    if name == "rotate":
+        return image.rotate(30 * far)
     if name == "posterize":
-        return operations.posterize(images, 8 - round(4 * strength))
+        return ImageOps.posterize(image, 8 - round(4 * strength))
     if name == "solarize":
-        return operations.solarize(images, 255 * (1 - strength))
-    if name == "autocontrast":
-        return operations.autocontrast(images)
-    return operations.equalize(images)
-
-
-def matrices(name: str, images: Tensor, strength: float, sign: Tensor) -> Tensor:
-    """The affine matrix of each image for one of `MOVES`."""
-    height, width = images.shape[2:]
-    table = []
-    for way in (-1, 1):
-        matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-        if name == "rotate":
-            matrix = operations.rotation(way * 30 * strength, height, width)
-        elif name == "shear-x":
-            matrix[1] = way * 0.3 * strength
-        elif name == "shear-y":
-            matrix[3] = way * 0.3 * strength
-        elif name == "translate-x":
-            matrix[2] = way * 0.45 * strength * width
-        else:
-            matrix[5] = way * 0.45 * strength * height
-        table.append(matrix)
-    return torch.tensor(table, dtype=torch.float64)[(sign > 0).long()]
+        return ImageOps.solarize(image, 255 * (1 - strength))  # type: ignore[arg-type]
+    if name not in MOVES:
+        return getattr(ImageOps, name)(image)
+    matrix = {
+        "shear-x": (1, 0.3 * far, 0, 0, 1, 0),
+        "shear-y": (1, 0, 0, 0.3 * far, 1, 0),
+        "translate-x": (1, 0, 0.45 * far * image.width, 0, 1, 0),
+        "translate-y": (1, 0, 0, 0, 1, 0.45 * far * image.height),
+    }[name]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix)

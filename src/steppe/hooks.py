@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from steppe.intercept import ASKS, STATE, Call, Hook, ScalerAsks, State
@@ -224,7 +225,7 @@ class Hooks:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         step = training.step
         if closure is None:
-            step.idle = not step.done and training.stands_still()
+            step.idle = not step.done and _stands_still(training.optimizer)
             if not step.idle:
                 step.settle()
             training.stepping = 1
@@ -240,6 +241,12 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _stands_still(optimizer: Optimizer) -> bool:
+    """Whether all learning rates are 0. A step without a pass is no training step then:
+    torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
+    return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
 
 
 def _pull(running: Running, gradient: Tensor) -> None:

@@ -107,6 +107,29 @@ def stored(params: Sequence[Perturbed]) -> list[Tensor]:
     return [p.param if type(p.param) is nn.Parameter else local(p.param) for p in params]
 
 
+def group_factors(
+    params: Sequence[Perturbed], optimizer: torch.optim.Optimizer | None, *, uphill: bool = False
+) -> list[float]:
+    """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
+
+    `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
+    """
+    found = {}
+    for group in optimizer.param_groups if optimizer else ():
+        factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
+        factor = -factor if uphill and group.get("maximize", False) else factor
+        if factor != 1:
+            found.update(dict.fromkeys(group["params"], factor))
+    return [found.get(p.param, 1.0) for p in params] if found else [1.0] * len(params)
+
+
+def repeated(params: Sequence[Perturbed], values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """One value per parameter, repeated for each of its filters."""
+    counts = torch.tensor([p.filter_count for p in params], dtype=torch.long)
+    home = params[0].device if params else None
+    return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(home)
+
+
 class Stretch(NamedTuple):
     """Filters of one full parameter, first to last, and where they lie in a block of noise."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from steppe.distributed import Ranks
+from steppe.history import check_same_tensors, difference
 from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import VERSION, Draw
@@ -306,9 +307,9 @@ class Perturber:
         if state["parameters"] != mine["parameters"]:
             raise ValueError(
                 "The state is of another model or another choice of parameters: "
-                f"{_difference(state['parameters'], mine['parameters'])}."
+                f"{difference(state['parameters'], mine['parameters'])}."
             )
-        _check_same_tensors(state["states"], mine["states"])
+        check_same_tensors(state["states"], mine["states"])
         if state["settings"] != mine["settings"]:
             warnings.warn(
                 f"Settings differ from the saved ones: {state['settings']} was saved, "
@@ -334,19 +335,3 @@ class Perturber:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("This perturber was detached. Attach again to use it.")
-
-
-def _difference(saved: list[Any], here: list[Any]) -> str:
-    for old, new in zip(saved, here, strict=False):
-        if list(old) != list(new):
-            return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
-    return f"{len(saved)} parameters were saved, {len(here)} are attached"
-
-
-def _check_same_tensors(saved: list[Any], here: list[Any]) -> None:
-    shapes = [[{k: [t.shape for t in v] for k, v in s.items()} for s in x] for x in (saved, here)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            "The saved history has another form than this method's (elementwise, or another number "
-            "of filters)."
-        )

@@ -294,11 +294,6 @@ class Training:
 
     # ------------------------------------------------------------------ the optimizer's step
 
-    def stands_still(self) -> bool:
-        """Whether all learning rates are 0. A step without a pass is no training step then:
-        torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
-        return all(float(group.get("lr", 1.0)) == 0 for group in self.optimizer.param_groups)
-
     @contextmanager
     def closure(self) -> Iterator[None]:
         """Around a closure that the optimizer calls: passes within its step are its own."""

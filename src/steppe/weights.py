@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
 from steppe.frozen import FrozenLayers, FrozenLinear
-from steppe.layout import Perturbed, local
+from steppe.layout import Perturbed, group_factors, local, repeated
 from steppe.noise import Draw
 from steppe.shards import Shards
 from steppe.watch import ALREADY, Watch, written_by_others
@@ -48,14 +48,13 @@ class Weights:
             count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
             place = slice(self.filters, self.filters + count)
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            layer = self.frozen.of.get(param)
-            here = Perturbed(name, param, place, at, *kind, optimizer is None, layer)
-            self.params.append(here)
+            more = (optimizer is None, self.frozen.of.get(param))
+            self.params.append(Perturbed(name, param, place, at, *kind, *more))
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
         kinds = [p.dtype for p in self.params]
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
-        self.sizes = self._repeat([float(p.length) for p in self.params])
+        self.sizes = repeated(self.params, [float(p.length) for p in self.params], self.dtype)
         self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
@@ -90,7 +89,7 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        flats = self._memory() if tensors is None else self._last()
+        flats = self._memory() if tensors is None else self._memory(last=True)
         norms = self.sizes.new_empty(self.filters)
         if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
             norms.zero_()
@@ -139,7 +138,7 @@ class Weights:
             norm: Tensor = torch.linalg.vector_norm(there, dtype=flat.wide)
             return norm.square_()
 
-        return self._total(self._last(), squared).sqrt_()
+        return self._total(self._memory(last=True), squared).sqrt_()
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
@@ -148,36 +147,18 @@ class Weights:
 
     def strengths(self) -> Tensor:
         """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
-        factors = self._group_factors(uphill=False)
-        return self._repeat([f * p.noisy for f, p in zip(factors, self.params, strict=True)])
-
-    def _group_factors(self, *, uphill: bool) -> list[float]:
-        """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
-
-        `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
-        """
-        found = {}
-        for group in self._optimizer.param_groups if self._optimizer else ():
-            factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
-            factor = -factor if uphill and group.get("maximize", False) else factor
-            if factor != 1:
-                found.update(dict.fromkeys(group["params"], factor))
-        return [found.get(p.param, 1.0) for p in self.params] if found else [1.0] * len(self.params)
+        factors = group_factors(self.params, self._optimizer)
+        noisy = [f * p.noisy for f, p in zip(factors, self.params, strict=True)]
+        return repeated(self.params, noisy, self.dtype)
 
     def _with_factors(self, size: Tensor, *, uphill: bool = False) -> Tensor:
         """Something per filter (or for all) times the groups' own factors."""
-        factors = self._group_factors(uphill=uphill)
+        factors = group_factors(self.params, self._optimizer, uphill=uphill)
         if all(factor == 1 for factor in factors):
             return size.expand(self.filters)
         if factors != self._factors[0]:
-            self._factors = (factors, self._repeat(factors))
+            self._factors = (factors, repeated(self.params, factors, self.dtype))
         return size * self._factors[1]
-
-    def _repeat(self, per_parameter: Sequence[float]) -> Tensor:
-        """One value per parameter, repeated for each of its filters."""
-        counts = torch.tensor([p.filter_count for p in self.params], dtype=torch.long)
-        values = torch.tensor(per_parameter, dtype=self.dtype)
-        return values.repeat_interleave(counts).to(self.device)
 
     # ------------------------------------------------------------------ moves
 
@@ -342,7 +323,7 @@ class Weights:
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
-        flats, given = self._last(), dict(zip(self.params, values, strict=True))
+        flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
         norms = self._total(flats, lambda f, b: torch.linalg.vector_norm(f.loaded(b, given).flat))
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
@@ -363,9 +344,7 @@ class Weights:
 
         by_block(flats, learn)
 
-    def _last(self) -> list[Flat]:
-        """Flat memory as of the last move: gradients are of that one, whatever was rebound since."""
-        return self._flat.flats if self.moved or self._flat.fits() else self._flat.now()
-
-    def _memory(self) -> list[Flat]:
-        return self._flat.flats if self.moved else self._flat.now()
+    def _memory(self, *, last: bool = False) -> list[Flat]:
+        """Flat memory; as of the last move, whose gradients there are, whatever was rebound since."""
+        same = self.moved or (last and self._flat.fits())
+        return self._flat.flats if same else self._flat.now()

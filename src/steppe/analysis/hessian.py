@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from steppe.analysis.directions import unflatten
 from steppe.analysis.replica import Replica
 
 ProductMode = Literal["auto", "tangent", "backward", "jvp"]
@@ -165,9 +166,3 @@ def _gradient(outputs: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[T
     if not curved:
         return [torch.zeros_like(p) for p in params]
     return torch.autograd.grad(curved, params, allow_unused=True, materialize_grads=True)
-
-
-def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces of a flat vector in the shapes, types and devices of these tensors."""
-    pieces = torch.split(vector, [t.numel() for t in like])
-    return [piece.reshape(t.shape).to(t) for piece, t in zip(pieces, like, strict=True)]

@@ -42,16 +42,9 @@ class DatasetSplit(Split):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @property
-    def targets(self) -> Tensor | None:
-        return self.labels
-
     def subset(self, indices: Tensor) -> DatasetSplit:
         labels = None if self.labels is None else self.labels[indices]
         return replace(self, indices=self.indices[indices], labels=labels)
-
-    def relabelled(self, targets: Tensor) -> DatasetSplit:
-        return replace(self, labels=targets)
 
     def augmented(self, names: tuple[str, ...]) -> DatasetSplit:
         if names:

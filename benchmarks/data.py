@@ -11,7 +11,6 @@ disk random bytes of its shape take its place: the work is the same.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -98,11 +97,9 @@ def training_split(root: Path | None) -> tuple[data.MemorySplit, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, narrow network only")
+    parser = measure.parser(__doc__, "few rounds, narrow network only")
     parser.add_argument("--root", type=Path, help="folder of the data sets")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -34,13 +34,12 @@ everything and writes this page again.
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def span(s: dict[str, float], digits: int = 1, by: float = 1.0) -> str:
-    return (
-        f"{s['median'] / by:.{digits}f} [{s['low'] / by:.{digits}f}, {s['high'] / by:.{digits}f}]"
-    )
+    median, low, high = (f"{s[key] / by:.{digits}f}" for key in ("median", "low", "high"))
+    return f"{median} [{low}, {high}]"
 
 
 def source(result: Result, script: str) -> str:
@@ -56,13 +55,12 @@ def verdict(value: float, bar: float, digits: int = 2) -> str:
     return f"{value:.{digits}f} ({'meets' if value <= bar else 'misses'} {bar:g})"
 
 
-def step(result: Result) -> str:
+def step(result: Result) -> list[str]:
     names = {"resnet18": "ResNet-18, CIFAR form", "vit": "ViT-S", "mlp": "MLP 64-128-128-10"}
-    parts = ["## A training step\n", source(result, "step")]
-    parts.append(
+    parts = [
         "On a shared machine whole steps of seconds vary by a tenth from one to the next, more than a "
         "one-pass method adds. Its parts are therefore measured alone too, and judged by.\n"
-    )
+    ]
     for net, found in result["nets"].items():
         steps, added = found["steps"], found["added"]
         sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
@@ -72,24 +70,24 @@ def step(result: Result) -> str:
             f"each, an SGD step takes {span(steps['SGD'])} ms:\n"
         )
         rows = [[name, span(s, 3, sgd)] for name, s in steps.items() if name != "SGD"]
-        parts.append(table(["", "× an SGD step"], rows) + "\n")
+        parts.append(table(["", "× an SGD step"], rows))
         rows = [
             [name, span(s, 2), f"{s['median'] / released:.2f}", f"{s['median'] / sgd:.1%}"]
             for name, s in added.items()
         ]
         parts.append("What one-pass methods add, measured alone:\n")
-        parts.append(table(["", "ms", "of the released form", "of an SGD step"], rows) + "\n")
+        parts.append(table(["", "ms", "of the released form", "of an SGD step"], rows))
         rows = [[name, span(s, 2)] for name, s in found["free"].items()]
         parts.append(
             "Steps whose loss costs next to nothing, which leave what a method does itself:\n"
         )
-        parts.append(table(["", "ms"], rows) + "\n")
+        parts.append(table(["", "ms"], rows))
         parts.append(bars(net, steps, added, found["free"]))
     parts.append(
         "*Released form*: per-tensor loops, full-size history, clones and `.item()` as in the authors' "
         "scripts, written anew (`benchmarks/released.py`).\n"
     )
-    return "\n".join(parts)
+    return parts
 
 
 def bars(net: str, steps: Result, added: Result, free: Result) -> str:
@@ -119,81 +117,65 @@ def bars(net: str, steps: Result, added: Result, free: Result) -> str:
     return "Against the bars that were set before:\n\n" + "\n".join(lines) + "\n"
 
 
-def scaling(result: Result) -> str:
+def scaling(result: Result) -> list[str]:
     weights, batches = result["weights"], result["batches"]
     names = list(next(iter(weights.values())))
     rows = [
         [f"{int(count):,}", *[span(found[name], 3) for name in names]]
         for count, found in weights.items()
     ]
-    parts = ["## With the number of weights, and with the batch\n", source(result, "scaling")]
-    parts.append("Milliseconds that are added to a step, by the number of weights:\n")
-    parts.append(table(["weights", *names], rows) + "\n")
-    parts.append("Milliseconds that ARWP adds to whole steps of a million weights, by the batch:\n")
-    rows = [[b, span(found["SGD"], 2), span(found["added"], 2)] for b, found in batches.items()]
-    parts.append(table(["batch", "SGD", "ARWP adds"], rows) + "\n")
-    parts.append(f"![Cost against the number of weights and the batch]({FIGURE.name})\n")
-    return "\n".join(parts)
+    by_batch = [[b, span(found["SGD"], 2), span(found["added"], 2)] for b, found in batches.items()]
+    return [
+        "Milliseconds that are added to a step, by the number of weights:\n",
+        table(["weights", *names], rows),
+        "Milliseconds that ARWP adds to whole steps of a million weights, by the batch:\n",
+        table(["batch", "SGD", "ARWP adds"], by_batch),
+        f"![Cost against the number of weights and the batch]({FIGURE.name})\n",
+    ]
 
 
-def memory(result: Result) -> str:
+def memory(result: Result) -> list[str]:
     rows = [
         [name, f"{copies:.2f}", f"{result['bars'][name]:g}" if name in result["bars"] else ""]
         for name, copies in result["copies"].items()
     ]
-    return "\n".join(
-        [
-            "## Memory\n",
-            source(result, "memory"),
-            f"Peak memory over SGD's, in copies of {result['parameters']:,} parameters:\n",
-            table(["", "copies", "bar"], rows) + "\n",
-        ]
-    )
+    return [
+        f"Peak memory over SGD's, in copies of {result['parameters']:,} parameters:\n",
+        table(["", "copies", "bar"], rows),
+    ]
 
 
-def imports(result: Result) -> str:
+def imports(result: Result) -> list[str]:
     own = result["seconds"]["import steppe after torch"]
     rows = [[name, span(s, 3), f"{s['n']:.0f}"] for name, s in result["seconds"].items()]
-    return "\n".join(
-        [
-            "## Import\n",
-            source(result, "imports"),
-            table(["", "seconds", "n"], rows) + "\n",
-            f"`import steppe` adds {verdict(own['median'], result['bar'], 3)} s to `import torch`.\n",
-        ]
-    )
+    return [
+        table(["", "seconds", "n"], rows),
+        f"`import steppe` adds {verdict(own['median'], result['bar'], 3)} s to `import torch`.\n",
+    ]
 
 
-def data(result: Result) -> str:
+def data(result: Result) -> list[str]:
     rows = [[name, span(s, 2), f"{s['n']:.0f}"] for name, s in result["milliseconds"].items()]
     shares = ", ".join(f"{share:.2%} ({name})" for name, share in result["share_of_step"].items())
-    return "\n".join(
-        [
-            "## Batches\n",
-            source(result, "data"),
-            f"{result['what']}:\n",
-            table(["", "ms", "n"], rows) + "\n",
-            f"Whole batches are {result['speedup']:.1f} times faster than samples one by one, and take "
-            f"{shares} of a ResNet-18 step.\n",
-        ]
-    )
+    return [
+        f"{result['what']}:\n",
+        table(["", "ms", "n"], rows),
+        f"Whole batches are {result['speedup']:.1f} times faster than samples one by one, and take "
+        f"{shares} of a ResNet-18 step.\n",
+    ]
 
 
-def parallel(result: Result) -> str:
+def parallel(result: Result) -> list[str]:
     base = result["times"]["SGD, one process"]["median"]
     rows = [[name, span(s, 2, base), f"{s['n']:.0f}"] for name, s in result["times"].items()]
-    return "\n".join(
-        [
-            "## Two processes\n",
-            source(result, "parallel"),
-            f"ResNet-18, batch {result['batch']} per pass, one thread a process:\n",
-            table(["", "× an SGD step in one process", "n"], rows) + "\n",
-            "What this shows is on the page about [parallel passes](parallel.md).\n",
-        ]
-    )
+    return [
+        f"ResNet-18, batch {result['batch']} per pass, one thread a process:\n",
+        table(["", "× an SGD step in one process", "n"], rows),
+        "What this shows is on the page about [parallel passes](parallel.md).\n",
+    ]
 
 
-def analysis(result: Result) -> str:
+def analysis(result: Result) -> list[str]:
     product, plane = result["product"], result["landscape"]
     over, speed = product["ours_over"], plane["naive_over_ours"]
     rows = [
@@ -207,24 +189,20 @@ def analysis(result: Result) -> str:
         ]
         for stage, found in result["eigenvalue"]["stages"].items()
     ]
-    return "\n".join(
-        [
-            "## Analysis\n",
-            source(result, "analysis"),
-            f"{result['network']}, {result['parameters']:,} parameters, {result['samples']} images, "
-            f"{result['clock']}.\n",
-            f"- A Hessian product ({product['batches']}) takes "
-            f"{verdict(over['pyhessian']['median'], product['bars']['pyhessian'])} of PyHessian's time and "
-            f"{verdict(over['forward']['median'], product['bars']['forward'], 1)} forwards, "
-            f"n = {over['forward']['n']}.",
-            f"- A landscape of {plane['grid']} x {plane['grid']} points is {span(speed, 2)} times faster than "
-            f"the loop over {plane['naive']} with `load_state_dict` (asked for: {plane['bar']:g}), "
-            f"n = {speed['n']}; {plane['ms_a_point_ours'][0]:.0f} ms a point.\n",
-            f"Products until the largest eigenvalue is within {result['eigenvalue']['tol']:g} (in brackets: "
-            "until the method's own rule stops), two starts; a dash where that was never reached:\n",
-            table(["network", "two largest", "`top_eigs`", "PyHessian"], rows) + "\n",
-        ]
-    )
+    return [
+        f"{result['network']}, {result['parameters']:,} parameters, {result['samples']} images, "
+        f"{result['clock']}.\n",
+        f"- A Hessian product ({product['batches']}) takes "
+        f"{verdict(over['pyhessian']['median'], product['bars']['pyhessian'])} of PyHessian's time and "
+        f"{verdict(over['forward']['median'], product['bars']['forward'], 1)} forwards, "
+        f"n = {over['forward']['n']}.",
+        f"- A landscape of {plane['grid']} x {plane['grid']} points is {span(speed, 2)} times faster than "
+        f"the loop over {plane['naive']} with `load_state_dict` (asked for: {plane['bar']:g}), "
+        f"n = {speed['n']}; {plane['ms_a_point_ours'][0]:.0f} ms a point.\n",
+        f"Products until the largest eigenvalue is within {result['eigenvalue']['tol']:g} (in brackets: "
+        "until the method's own rule stops), two starts; a dash where that was never reached:\n",
+        table(["network", "two largest", "`top_eigs`", "PyHessian"], rows),
+    ]
 
 
 def _products(search: dict[str, float | None]) -> str:
@@ -233,13 +211,13 @@ def _products(search: dict[str, float | None]) -> str:
 
 
 SECTIONS = {
-    "step": step,
-    "scaling": scaling,
-    "memory": memory,
-    "parallel": parallel,
-    "imports": imports,
-    "data": data,
-    "analysis": analysis,
+    "step": ("A training step", step),
+    "scaling": ("With the number of weights, and with the batch", scaling),
+    "memory": ("Memory", memory),
+    "parallel": ("Two processes", parallel),
+    "imports": ("Import", imports),
+    "data": ("Batches", data),
+    "analysis": ("Analysis", analysis),
 }
 
 
@@ -249,7 +227,11 @@ def load(folder: Path = measure.RESULTS) -> dict[str, Result]:
 
 
 def text(results: dict[str, Result]) -> str:
-    parts = [HEAD, *[section(results[n]) for n, section in SECTIONS.items() if n in results]]
+    parts = [HEAD]
+    for name, (title, section) in SECTIONS.items():
+        if name in results:
+            result = results[name]
+            parts += [f"## {title}\n", source(result, name), *section(result)]
     missing = [name for name in SECTIONS if name not in results]
     if missing:
         parts.append(f"Not measured yet: {', '.join(missing)}.\n")

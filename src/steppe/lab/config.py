@@ -168,16 +168,7 @@ RECORDED = {"eval_every", "eval_train", "track_train", "recompute_norm"}
 MACHINE = {"device", "threads", "channels_last"} | RECORDED
 """Fields that leave the experiment the same, but not its last bits or what is recorded."""
 
-FLOATS = (
-    "epochs",
-    "lr",
-    "momentum",
-    "weight_decay",
-    "label_noise",
-    "validation",
-    "width",
-    "checkpoint_minutes",
-)
+FLOATS = [name for name, kind in field_types(Config).items() if kind is float]
 POSITIVE = ("epochs", "batch", "lr", "width", "keep", "eval_train")
 NOT_NEGATIVE = ("warmup", "weight_decay", "eval_every", "checkpoint_minutes", "workers", "momentum")
 

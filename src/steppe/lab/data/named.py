@@ -60,15 +60,10 @@ def load(
     name = located(name)
     if name in BUILT_IN:
         check_options(name, lambda: None, options)
-        data = BUILT_IN[name](train_size=train_size, seed=seed)
+        data, train_size = BUILT_IN[name](train_size=train_size, seed=seed), None
     else:
         data = raw(name, root, seed, options)
-        if train_size is not None:
-            data = with_train_size(data, train_size, seed=seed)
-    if label_noise:
-        data = with_label_noise(data, label_noise, seed=seed)
-    if validation:
-        data = with_validation(data, validation, seed=seed)
+    data = prepared(data, train_size, label_noise, validation, seed=seed)
     usual = FOLDER_AUGMENT if name.startswith("folder:") else AUGMENT.get(name, ())
     chosen = usual if augment is None else tuple(augment)
     if augment is None and not usual:
@@ -105,6 +100,17 @@ def known_targets(data: Data, purpose: str) -> Tensor:
             "attribute `targets`."
         )
     return data.train.targets
+
+
+def prepared(
+    data: Data, train_size: int | None, label_noise: float, validation: float, *, seed: int
+) -> Data:
+    """The data after what of this is asked for, in this order."""
+    if train_size is not None:
+        data = with_train_size(data, train_size, seed=seed)
+    if label_noise:
+        data = with_label_noise(data, label_noise, seed=seed)
+    return with_validation(data, validation, seed=seed) if validation else data
 
 
 def with_train_size(data: Data, size: int, *, seed: int) -> Data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -12,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from steppe.analysis.directions import unflatten
+from steppe.analysis.directions import length, unflatten
 from steppe.analysis.replica import Replica
 
 ProductMode = Literal["auto", "tangent", "backward", "jvp"]
@@ -155,9 +154,7 @@ def _forward_over_backward(
 
 def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """`‖a - b‖ / ‖b‖`, 0 if both are zero."""
-    off = sum((p - q).double().square().sum().item() for p, q in zip(a, b, strict=True))
-    size = sum(q.double().square().sum().item() for q in b)
-    return math.sqrt(off / size) if size > 0 else math.sqrt(off)
+    return length([p - q for p, q in zip(a, b, strict=True)]) / (length(b) or 1.0)
 
 
 def _gradient(outputs: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -74,9 +74,7 @@ def full_runs(store: Store) -> dict[str, list[Result]]:
             continue
         if result is not None and result.status == "finished":
             found[result.config.experiment][result.config.seed] = result
-    runs: dict[str, list[Result]] = defaultdict(list)
-    runs.update({name: list(seeds.values()) for name, seeds in found.items()})
-    return runs
+    return defaultdict(list, {name: list(seeds.values()) for name, seeds in found.items()})
 
 
 def _row(cell: Cell, ours: list[Result]) -> tuple[str, ...]:

@@ -109,13 +109,8 @@ def labelled_files(path: Path, classes: list[str]) -> tuple[tuple[str, ...], Ten
     files: list[str] = []
     labels: list[int] = []
     for index, name in enumerate(classes):
-        below = os.walk(path / name)
-        images = sorted(
-            f"{place}{os.sep}{file}"
-            for place, _, names in below
-            for file in names
-            if file.lower().endswith(SUFFIXES)
-        )
+        below = [f"{place}{os.sep}{f}" for place, _, names in os.walk(path / name) for f in names]
+        images = sorted(file for file in below if file.lower().endswith(SUFFIXES))
         files += images
         labels += [index] * len(images)
     if not files:

@@ -36,16 +36,11 @@ class Column:
         return [i for i, text in enumerate(self.texts) if text.lower() in MISSING]
 
     def numbers(self) -> Tensor | None:
-        values = []
-        for text in self.texts:
-            try:
-                value = math.nan if text.lower() in MISSING else float(text)
-            except ValueError:
-                return None
-            if math.isinf(value):
-                return None
-            values.append(value)
-        return torch.tensor(values, dtype=torch.float64)
+        try:
+            values = [math.nan if t.lower() in MISSING else float(t) for t in self.texts]
+        except ValueError:
+            return None
+        return None if math.inf in map(abs, values) else torch.tensor(values, dtype=torch.float64)
 
 
 def table(

@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up everything they need on a machine that has Python 3.10 or newer.
+# `make demo` and `make test` set up everything they need on a machine that has Python 3.11 or newer.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -19,14 +19,14 @@ DEMO := runs/demo
 ANALYSES := landscape spectrum radius sharpness robustness
 landscape_options := --n 25
 radius_options := --directions 8
-robustness_options := --seeds 5 --draws 2
-TUNING := --tune --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
+robustness_options := --seeds 3 --draws 2
+TUNING := --tune --tuning.rises .05 .1 .2 --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
-demo: $(STAMP)  ## compare the paper's six methods on digits, look at their minima, write a page about it
-	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp --recipe digits --seeds 10 --eval-every 3 $(TUNING) \
+demo: $(STAMP)  ## compare the paper's six methods on digits, compress them, look at their minima, write a page
+	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp arwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 $(TUNING) \
 		--store $(DEMO) --out $(DEMO)/noisy.json
 	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
-	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
+	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 --no-robustness \
 		--store $(DEMO) --out $(DEMO)/clean.json
 	@echo; echo "How flat are the minima, and what do they bear? Landscape, spectrum, radius, sharpness, robustness:"; echo
 	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)
@@ -57,8 +57,9 @@ bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write do
 study: $(STAMP)  ## train what is missing of a study (NAME=digits), or list them all
 	$(BIN)/python -m studies $(NAME) $(OPTIONS)
 
-wheel: $(STAMP)  ## build the wheel and the source package into dist/
-	$(BIN)/python -m build
+wheel: $(STAMP)  ## build the wheel and the source package into dist/ and check them
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 clean:  ## remove what the commands above made
 	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache

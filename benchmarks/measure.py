@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "steppe": steppe.__version__,
         "load": round(load, 2),
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 

@@ -4,7 +4,11 @@
 
 Each contender trains a stack of 4096-wide linear layers (100 M parameters, 0.4 GB) for three steps in a
 process of its own; the highest resident memory is read from the operating system, the one of SGD taken
-off, and the rest divided by the size of the parameters. Not a timing: load does not matter.
+off, and the rest divided by the size of the parameters. Load does not matter.
+
+Flat-LoRA trains LoRA adapters (rank 8) on the same stack, frozen, on 512 rows, in float32 and bfloat16;
+its memory is over that of LoRA without noise, and its time is processor time of one thread, which load
+changes little, per step and as a multiple of LoRA's.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import measure
@@ -41,7 +46,10 @@ BARS = {
     "ARWP, element-wise": 2.1,
     "m-RWP": 2.1,
     "m-ARWP": 2.1,
+    "Flat-LoRA, float32": 0.15,
+    "Flat-LoRA, bfloat16": 0.15,
 }
+ROWS, FIRST_STEPS, STEPS = 512, 12, 8
 
 
 def train(name: str, layers: int, width: int) -> None:
@@ -66,11 +74,42 @@ def train(name: str, layers: int, width: int) -> None:
             perturber.backward(lambda: model(x).square().mean(), *[()] * method.batches_needed)
             optimizer.step()
             optimizer.zero_grad()
+    print_peak()
+
+
+def train_lora(name: str, layers: int, width: int) -> None:
+    """Steps with LoRA in this process, by the rise from the first on; prints seconds a step and peak."""
+    from peft import LoraConfig, get_peft_model
+
+    kind, _, dtype = name.partition(", ")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    base = nn.Sequential(
+        *[nn.Linear(width, width, dtype=getattr(torch, dtype)) for _ in range(layers)]
+    )
+    config = LoraConfig(r=8, target_modules=[str(n) for n in range(layers)])
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    if kind == "Flat-LoRA":
+        steppe.attach(model, optimizer, steppe.flat_lora(rise=steppe.constant(0.05)))
+    x = torch.randn(ROWS, width, dtype=getattr(torch, dtype))
+    begin = 0.0
+    for step in range(FIRST_STEPS + STEPS):
+        if step == FIRST_STEPS:  # until then the rise is measured in every step
+            begin = time.process_time()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print((time.process_time() - begin) / STEPS)
+    print_peak()
+
+
+def print_peak() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(peak if sys.platform == "darwin" else 1024 * peak)
 
 
-def peak_of(name: str, layers: int, width: int) -> int:
+def peak_of(name: str, layers: int, width: int) -> list[float]:
     command = [
         sys.executable,
         __file__,
@@ -82,7 +121,7 @@ def peak_of(name: str, layers: int, width: int) -> int:
         str(width),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout.strip().splitlines()[-1])
+    return [float(line) for line in done.stdout.split()]
 
 
 def main() -> None:
@@ -94,20 +133,42 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     if arguments.one:
-        train(arguments.one, arguments.layers, arguments.width)
+        run = train_lora if "LoRA" in arguments.one else train
+        run(arguments.one, arguments.layers, arguments.width)
         return
     if arguments.quick:
         arguments.layers = 1
     names = ["RWP", "MSAM", "SAM"] if arguments.quick else [*METHODS, "ARWP, released form"]
     size = 4 * arguments.layers * (arguments.width**2 + arguments.width)
-    plain = peak_of("SGD", arguments.layers, arguments.width)
+    (plain,) = peak_of("SGD", arguments.layers, arguments.width)
     print(f"{size // 4:,} parameters; extra peak memory over SGD, in copies of them")
     found = {}
     for name in names:
-        found[name] = (peak_of(name, arguments.layers, arguments.width) - plain) / size
+        found[name] = (peak_of(name, arguments.layers, arguments.width)[0] - plain) / size
         bar = f"  (bar {BARS[name]})" if name in BARS else ""
         print(f"{name:24}{found[name]:>7.2f}{bar}", flush=True)
-    result = {"parameters": size // 4, "copies": found, "bars": BARS}
+    lora = {}
+    for dtype in ("float32", "bfloat16"):
+        seconds, peaks = zip(
+            *(
+                peak_of(f"{kind}, {dtype}", arguments.layers, arguments.width)
+                for kind in ("LoRA", "Flat-LoRA")
+            ),
+            strict=True,
+        )
+        name = f"Flat-LoRA, {dtype}"
+        its = size * getattr(torch, dtype).itemsize / 4
+        lora[name] = {
+            "copies": (peaks[1] - peaks[0]) / its,
+            "seconds": seconds[1],
+            "times LoRA": seconds[1] / seconds[0],
+        }
+        print(
+            f"{name:24}{lora[name]['copies']:>7.2f}  (bar {BARS[name]}, over LoRA)  "
+            f"{seconds[1]:.2f} s a step, {lora[name]['times LoRA']:.2f} times LoRA",
+            flush=True,
+        )
+    result = {"parameters": size // 4, "copies": found, "bars": BARS, "lora": lora}
     print("written to", measure.write("memory", json.loads(json.dumps(result)), arguments.out))
 
 

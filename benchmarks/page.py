@@ -118,19 +118,28 @@ def bars(net: str, steps: Result, added: Result, free: Result) -> str:
 
 
 def scaling(result: Result) -> list[str]:
-    weights, batches = result["weights"], result["batches"]
-    names = list(next(iter(weights.values())))
-    rows = [
-        [f"{int(count):,}", *[span(found[name], 3) for name in names]]
-        for count, found in weights.items()
-    ]
-    by_batch = [[b, span(found["SGD"], 2), span(found["added"], 2)] for b, found in batches.items()]
+    names, parts = list(next(iter(result["weights"].values()))), []
+    for what, said in (("weights", "weights"), ("tensors", "tensors, a million weights in all")):
+        if what in result:
+            rows = [
+                [f"{int(count):,}", *[span(found[name], 3) for name in names]]
+                for count, found in result[what].items()
+            ]
+            parts.append(f"Milliseconds that are added to a step, by the number of {said}:\n")
+            parts.append(table([what, *names], rows))
+    if found := dict(result.get("embedding", {})):
+        rows = found.pop("rows in the batch")
+        parts.append(
+            f"A net of MiniLM's sizes, 16 sequences of 32 tokens ({rows} of the embedding's 30,522 rows), ms:\n"
+        )
+        parts.append(table(["", "ms"], [[n, span(f, 1)] for n, f in found.items()]))
+    rows = [[b, span(f["SGD"], 2), span(f["added"], 2)] for b, f in result["batches"].items()]
+    said = "Cost against the number of weights, of tensors, and the batch"
     return [
-        "Milliseconds that are added to a step, by the number of weights:\n",
-        table(["weights", *names], rows),
+        *parts,
         "Milliseconds that ARWP adds to whole steps of a million weights, by the batch:\n",
-        table(["batch", "SGD", "ARWP adds"], by_batch),
-        f"![Cost against the number of weights and the batch]({FIGURE.name})\n",
+        table(["batch", "SGD", "ARWP adds"], rows),
+        f"![{said}]({FIGURE.name})\n",
     ]
 
 
@@ -210,9 +219,32 @@ def _products(search: dict[str, float | None]) -> str:
     return f"{needed} [{search['stopped']}]"
 
 
+def launches(result: Result) -> list[str]:
+    nets = list(next(iter(result["counts"].values())))
+    rows = [[name, *[f"{c[net]:.3g}" for net in nets]] for name, c in result["counts"].items()]
+    parts = [
+        "Operations for each perturbed pass beyond forwards, backwards and the optimizer's step, counted on "
+        "the `meta` device with a GPU's block sizes. They do not grow with depth. The bars are "
+        f"{result['bars']['transformer']} for a transformer and {result['bars']['resnet18']} for ResNet-18.\n",
+        table(["", *nets], rows),
+    ]
+    for net, found in result.get("times", {}).items():
+        sgd, wanted = found["SGD"]["median"], result["time_bars"][net]
+        rows = [
+            [name, f"{s['median'] / sgd:.2f}", f"{wanted[name]:g}" if name in wanted else ""]
+            for name, s in found.items()
+        ]
+        parts += [
+            f"Whole steps where operations are all there is ({net}, one thread), × SGD's:\n",
+            table(["", "× an SGD step", "bar"], rows),
+        ]
+    return parts
+
+
 SECTIONS = {
     "step": ("A training step", step),
-    "scaling": ("With the number of weights, and with the batch", scaling),
+    "launches": ("Operations, which on a GPU are launches", launches),
+    "scaling": ("With the number of weights, of tensors, and with the batch", scaling),
     "memory": ("Memory", memory),
     "parallel": ("Two processes", parallel),
     "imports": ("Import", imports),
@@ -241,20 +273,22 @@ def text(results: dict[str, Result]) -> str:
 def draw(result: Result, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    counts = [int(c) for c in result["weights"]]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     names = list(next(iter(result["weights"].values())))
-    for name, marker in zip(names, "osD", strict=True):
-        medians = [found[name]["median"] for found in result["weights"].values()]
-        left.loglog(counts, medians, marker=marker, label=name)
-    left.set(xlabel="weights", ylabel="ms a step")
+    for axes, what in ((left, "weights"), (middle, "tensors")):
+        counts = [int(c) for c in result[what]]
+        for name, marker in zip(names, "osD", strict=True):
+            medians = [found[name]["median"] for found in result[what].values()]
+            axes.loglog(counts, medians, marker=marker, label=name)
+    left.set(xlabel="weights, in 4 tensors", ylabel="ms a step")
+    middle.set(xlabel="tensors, of a million weights in all", ylabel="ms a step")
     left.legend(frameon=False)
     batches = [int(b) for b in result["batches"]]
     for key, label, marker in (("SGD", "SGD step", "o"), ("added", "added by ARWP", "D")):
         found = [f[key] for f in result["batches"].values()]
-        middle = [f["median"] for f in found]
+        medians = [f["median"] for f in found]
         spread = [[f["median"] - f["low"] for f in found], [f["high"] - f["median"] for f in found]]
-        right.errorbar(batches, middle, yerr=spread, marker=marker, capsize=3, label=label)
+        right.errorbar(batches, medians, yerr=spread, marker=marker, capsize=3, label=label)
     right.set(xlabel="batch", ylabel="ms", xscale="log", xticks=batches, xticklabels=batches)
     right.minorticks_off()
     right.set_ylim(bottom=0)

@@ -123,7 +123,7 @@ def listing(plans: Iterable[Plan], folder: Path, processes: int) -> str:
                     continue
                 open_ones = [e for e in missing if e.setting is setting and e.part == part]
                 left = sum(entry.seconds for entry in [*open_ones, *later]) / processes
-                done = sum(evidence.find(run) is not None for run in runs)
+                done = len(runs - {entry.run for entry in missing})
                 total = len(runs) + len(later)
                 time = duration(left) if left else "–"
                 rows.append((plan.study.name, setting.name, part, f"{done} of {total}", time))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from steppe.lab import specs
 from steppe.lab.config import Config
 from steppe.lab.errors import unknown
 from steppe.lab.recipes import recipe
@@ -16,6 +17,8 @@ METHODS = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp", "msam")
 RANDOM = ("rwp", "arwp", "m-rwp", "m-arwp")
 """The methods whose default strength the primary questions are about."""
 FEW = ("sgd", "sam", "arwp", "m-arwp")
+LARGE = (specs.LARGE, f"m-{specs.LARGE}")
+"""The setting for compression, shown beside the default wherever robustness is."""
 NARROW = "ResNet-18 of a quarter width"
 LENGTHS = (0.25, 0.5, 2.0)
 """Of the usual number of steps."""
@@ -72,13 +75,16 @@ class Setting:
     """What a run of the baseline takes on one core, for the estimate of the time."""
     methods: tuple[str, ...] = METHODS
     controls: tuple[Control, ...] = CONTROLS
-    tune: Tune | None = field(default_factory=lambda: Tune(baseline=True))
+    tune: Tune | None = field(default_factory=lambda: Tune(seeds=2, baseline=True, keep=False))
     tuned_controls: tuple[Control, ...] = ()
     """Those that also run with the tuned strength of their method."""
     lengths: tuple[str, ...] = ()
     """Methods that are also trained for ¼, ½ and 2 times the steps."""
     sweeps: Sweeps = field(default_factory=dict)
     sweep_seeds: int = 5
+    large: tuple[str, ...] = LARGE
+    robust: bool = True
+    """Whether the final models of `methods` and `large` are measured after rounding and pruning."""
     minima: bool = False
     """Whether curvature, sharpness and weight norm of the final models are measured."""
 
@@ -87,14 +93,21 @@ class Setting:
         """How tables call training without perturbation: SGD, AdamW."""
         return self.called(METHODS[0])
 
+    @property
+    def compressed(self) -> tuple[str, ...]:
+        """The names of the rows at default strengths that are measured after compression."""
+        return tuple(map(self.called, (*self.methods, *self.large))) if self.robust else ()
+
     def called(self, method: str) -> str:
-        """How tables call a method here."""
+        """How tables call a method here, its strength apart unless it is given."""
         return _label(method, self.config.optimizer)
 
 
 @cache
 def _label(method: str, optimizer: str) -> str:
-    return label(parse(method), optimizer)
+    spec = parse(method)
+    strength = f" ({spec.strength[0]} {spec.strength[1]:g})" if spec.strength else ""
+    return f"{label(spec, optimizer)}{strength}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,14 @@ def _digits() -> Study:
 
     def whole(name: str, title: str, config: Config, seeds: int, seconds: float) -> Setting:
         return Setting(
-            name, title, config, seeds, seconds, tuned_controls=CONTROLS, lengths=METHODS
+            name,
+            title,
+            config,
+            seeds,
+            seconds,
+            tuned_controls=CONTROLS,
+            lengths=METHODS,
+            minima=True,
         )
 
     noisy_mlp = whole("mlp-noisy", "MLP, 20 % label noise", mlp, 20, 1.3)

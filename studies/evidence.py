@@ -41,6 +41,11 @@ class Line:
     """By name the values, and under `epoch` and `factor_epoch` when they were taken."""
     minima: Record = field(default_factory=dict)
 
+    @property
+    def complete(self) -> bool:
+        """Whether a finished run's model was measured after compression."""
+        return self.result.status != "finished" or "robustness" in self.minima
+
     @cached_property
     def run(self) -> str:
         """The identity of its config, in today's terms: a setting that came later has its default."""
@@ -107,7 +112,7 @@ class Evidence:
 
     @cached_property
     def lines(self) -> dict[str, Line]:
-        """All lines by the identity of their run; of two lines of one run the first counts."""
+        """All lines by the identity of their run; of two lines of one run the first complete one counts."""
         found: dict[str, Line] = {}
         whole, cut = self._read()
         if cut:
@@ -123,7 +128,8 @@ class Evidence:
                     f"{self.file}, line {number} is damaged ({error}). Restore the file from git, or "
                     "delete the line: its run is then done again."
                 ) from None
-            found.setdefault(line.run, line)
+            if line.run not in found or (line.complete and not found[line.run].complete):
+                found[line.run] = line
         return found
 
     def _read(self) -> tuple[list[str], bytes]:
@@ -175,7 +181,8 @@ class Evidence:
         with self.writing(), old.writing():
             by_run: dict[str, str] = {}
             for text in self._read()[0]:
-                by_run.setdefault(from_text(text).run, f"{text}\n")
+                name_of_run = from_text(text).run
+                by_run[name_of_run] = f"{by_run.get(name_of_run, '')}{text}\n"
             aside = {run: text for run, text in by_run.items() if run not in keep}
             # First added there, then gone from here: a kill in between loses nothing.
             old._add("".join(text for run, text in aside.items() if run not in old.lines))

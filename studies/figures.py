@@ -16,7 +16,7 @@ from steppe.report.figures import landscape_figure
 from steppe.report.studies import MARKS
 from studies.comparisons import MARGIN, compared, place_of, random_gains, trial_gains
 from studies.definitions import FEW, Setting
-from studies.findings import CHANGES, Findings, matching
+from studies.findings import CHANGES, OURS, UNCHANGED, Findings, matching
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,9 +103,9 @@ def survival_figure(found: Sequence[Findings]) -> Figure:
     for findings in found:
         for setting in findings.study.settings:
             rows = {}
-            for name in map(setting.called, FEW):
+            for name in map(setting.called, (*FEW[:2], *OURS)):
                 row = findings.row(setting, "defaults", name)
-                means = [row.mean(after) for after in ("", *CHANGES)]
+                means = [row.mean(after) for after in (UNCHANGED, *CHANGES)]
                 if not all(map(math.isnan, means[1:])):
                     rows[name] = means
             if rows:
@@ -113,7 +113,7 @@ def survival_figure(found: Sequence[Findings]) -> Figure:
     figure, axes = panels(len(shown), width=4.2, columns=2)
     for axis, (title, rows) in zip(axes, shown, strict=True):
         _lines(axis, {name: (range(len(means)), means) for name, means in rows.items()})
-        axis.set_xticks(range(1 + len(CHANGES)), ["as trained", *CHANGES], fontsize="small")
+        axis.set_xticks(range(1 + len(CHANGES)), ["unchanged", *CHANGES], fontsize="small")
         axis.set_ylabel("test accuracy, %")
         axis.set_title(title, fontsize="medium")
     shared_legend(figure, axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from steppe import analysis
+from steppe.analysis.radius import radius_at
+from steppe.lab.compression import compress
 from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.report.analyses import problem_of
@@ -28,11 +30,17 @@ RADII = tuple(float(f"{0.01 * 3000 ** (i / 11):.3g}") for i in range(12))
 
 
 def measure(
-    result: Result, landscape: bool = False, radius: bool = False, samples: int = SAMPLES
+    result: Result,
+    curvature: bool = True,
+    robust: bool = False,
+    landscape: bool = False,
+    radius: bool = False,
+    samples: int = SAMPLES,
 ) -> None:
-    """Write the curvature, sharpness and weight norm of a finished run into its folder.
+    """Write what a finished run's model is like into its folder.
 
-    All on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
+    `robust`: accuracy on test data after rounding and pruning. `curvature`: curvature, sharpness and
+    weight norm, on fixed, un-augmented training samples, with BatchNorm statistics recomputed on them wherever
     the weights are: those stored by training under noise belong to other weights. Where that fails,
     the reason is written instead, and the page shows it.
     """
@@ -42,18 +50,36 @@ def measure(
         return
     found: Record = {}
     if result.status == "finished":
-        problem = problem_of(run, samples, bn="recalibrate")
-        try:
-            with _threads(result.config.threads):
-                found = _measured(problem, landscape, radius)
-        except (ValueError, RuntimeError) as error:  # one broken model must not end a study
-            found = {"failed": str(error).partition("\n")[0]}
+        with _threads(result.config.threads):
+            if curvature:
+                problem = problem_of(run, samples, bn="recalibrate")
+                try:
+                    found = _measured(problem, landscape, radius)
+                except (ValueError, RuntimeError) as error:  # one broken model must not end a study
+                    found = {"failed": str(error).partition("\n")[0]}
+            if robust:
+                found["robustness"] = _robustness(run, result.metric)
     run.write_json(FILE, found)
+
+
+def _robustness(run: Run, metric: str) -> Record:
+    """Test accuracy by change, with BatchNorm's statistics recomputed after it where there are any.
+
+    The same with the stored statistics is beside it, under `as is`.
+    """
+    found = {
+        statistics: {name.partition(",")[0]: rounded(after[metric]) for name, after in each.items()}
+        for statistics, each in compress(run).items()
+    }
+    return {**found.pop("recalibrated"), **found} if len(found) > 1 else found["as is"]
 
 
 def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Record:
     eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
-    rise = analysis.sharpness(problem, RHO, "worst", adaptive=True, progress=False)
+    rise, average = (
+        analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
+        for case in ("worst", "average")
+    )
     norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
     found = {
         "samples": problem.samples,
@@ -61,6 +87,7 @@ def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Recor
         "largest_eigenvalue": rounded(eigs.values[0]),
         "eigenvalue_residual": rounded(eigs.residuals[0]),
         "adaptive_sharpness": rounded(rise.value),
+        "average_sharpness": rounded(average.value),
         "sharpness_rho": RHO,
         "weight_norm": rounded(math.hypot(*norms)),
     }
@@ -119,7 +146,9 @@ def rounded(value: Any) -> Any:
 def radius_words(curve: Mapping[str, Any]) -> str:
     """How much further a random perturbation goes than an adversarial one, for the same rise."""
     reached = {
-        kind: _radius_at(curve["radii"], losses, curve["base"] + RISE)
+        kind: radius_at(
+            curve["radii"], [x if x is None else x - curve["base"] for x in losses], RISE
+        )
         for kind, losses in zip(curve["kinds"], curve["loss"], strict=True)
     }
     random, ascent = reached["random"], reached["sam"]
@@ -129,20 +158,3 @@ def radius_words(curve: Mapping[str, Any]) -> str:
         f"The loss of the baseline of seed 0 rises by {RISE:g} at radius {random:.3g} in random directions "
         f"and {ascent:.3g} along the gradient of {curve['batch']} samples: {random / ascent:.3g} times as far (n = 1)."
     )
-
-
-def _radius_at(radii: Sequence[float], losses: Sequence[float | None], level: float) -> float:
-    """Where the loss first reaches a level, between radii on a logarithmic scale; else infinity.
-
-    >>> round(_radius_at([0.1, 1.0, 10.0], [1.0, 1.0, 2.0], 1.5), 3)
-    3.162
-    """
-    before: tuple[float, float] | None = None
-    for radius, loss in zip(radii, losses, strict=True):
-        if loss is None or loss >= level:
-            if before is None or loss is None:
-                return radius
-            part = (level - before[1]) / (loss - before[1])
-            return float(before[0] * (radius / before[0]) ** part)
-        before = (radius, loss)
-    return math.inf

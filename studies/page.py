@@ -16,6 +16,7 @@ from studies.definitions import STUDIES, Study
 from studies.evidence import Evidence, Line
 from studies.figures import landscapes
 from studies.findings import JUDGED, Findings
+from studies.flatness import CAPTION, TITLE, correlations, flatness_figure, flatness_words
 from studies.questions import NOTHING, PRIMARY, post_hoc
 from studies.tables import (
     gains_table,
@@ -74,6 +75,11 @@ def compose(
         file = f"evidence/{question.name}.png"
         drawn[file] = partial(question.figure, found)
         sections += [_framed(file, question.caption), ""]
+    if made := correlations(found):
+        file = "evidence/flatness.png"
+        drawn[file] = partial(flatness_figure, made)
+        sections += [f"## {TITLE}", "", f"Secondary. {flatness_words(made)}", ""]
+        sections += [_framed(file, CAPTION), ""]
     parts = [OPENING, "## Verdict", "", *verdict, "", *post_hoc(found)]
     parts += [f"{sentence}\n" for sentence in refuted(evidence, studies)]
     parts += [
@@ -133,7 +139,8 @@ def _overview(found: list[Findings]) -> str:
     for findings in found:
         study, lines = findings.study, findings.evidence.lines
         runs = {entry.run for entry in findings.plan.entries}
-        done, total = len(runs & lines.keys()), len(runs) + len(findings.plan.waiting)
+        open_runs = {entry.run for entry in findings.plan.missing(findings.evidence)}
+        done, total = len(runs - open_runs), len(runs) + len(findings.plan.waiting)
         hours = sum(line.result.cpu_seconds for line in lines.values()) / 3600
         title = f"[{study.title}](evidence/{study.name}.md)" if lines else study.title
         settings = "; ".join(setting.title for setting in study.settings)

@@ -42,6 +42,11 @@ class Entry:
         return self.config.identity
 
     @property
+    def robust(self) -> bool:
+        """Whether its model is measured after compression."""
+        return self.part == "defaults" and self.name in self.setting.compressed
+
+    @property
     def label(self) -> str:
         """What the progress display calls it."""
         return f"{self.setting.name} {self.part} {self.name} seed {self.config.seed}"
@@ -69,10 +74,11 @@ class Plan:
         return [e for e in self.entries if e.setting.name == setting.name and e.part == part]
 
     def missing(self, evidence: Evidence) -> list[Entry]:
-        """The entries whose runs have no line yet, each run once."""
+        """The entries whose runs have no line yet, or none with what they are to show, each run once."""
         found: dict[str, Entry] = {}
         for entry in self.entries:
-            if evidence.find(entry.run) is None:
+            line = evidence.find(entry.run)
+            if line is None or (entry.robust and not line.complete):
                 found.setdefault(entry.run, entry)
         return list(found.values())
 
@@ -131,7 +137,7 @@ def _sample_model(name: str) -> nn.Module:
 def _defaults(setting: Setting) -> Iterator[Entry]:
     for seed in range(setting.seeds):
         config = setting.config.replace(seed=seed)
-        for method in setting.methods:
+        for method in (*setting.methods, *setting.large):
             spec = pinned(setting, method)
             yield Entry(setting, "defaults", setting.called(method), spec.apply(config))
         for control in setting.controls:

@@ -141,13 +141,20 @@ def _run(
 
 
 def _measured(entry: Entry) -> Callable[[Result], None] | None:
-    """What is measured at the run's minimum: of seed 0 also landscapes, for all on one scale."""
-    if not entry.setting.minima or entry.part not in ("defaults", "tuned"):
+    """What is measured of the final model: of seed 0 also landscapes, for all on one scale."""
+    curvature = entry.setting.minima and entry.part in ("defaults", "tuned")
+    if not (curvature or entry.robust):
         return None
     shown = entry.config.seed == 0 and entry.part == "defaults"
     spec = parse(entry.config.method)
     landscape = shown and entry.name in map(entry.setting.called, entry.setting.methods)
-    return partial(minima.measure, landscape=landscape, radius=shown and spec.name == "sgd")
+    return partial(
+        minima.measure,
+        curvature=curvature,
+        robust=entry.robust,
+        landscape=curvature and landscape,
+        radius=curvature and shown and spec.name == "sgd",
+    )
 
 
 @contextmanager

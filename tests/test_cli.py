@@ -250,7 +250,7 @@ MISTAKES = [
     (["compare", "adamw", "sgd"], "adamw is an optimizer: --optimizer adamw"),
     (["compare", "--epochs", "3", "--steps", "9"], "give --epochs or --steps, not both"),
     (["compare", "--tune", "--tuning.factors"], "tuning needs factors above 0, at least one"),
-    (["compare", "--tune", "--tuning.seeds", "0"], "at least one seed per value, got 0"),
+    (["compare", "--tune", "--tuning.seeds", "0"], "2 or more seeds per value, got 0"),
     (["compare", "sgd:rho=1"], "sgd has no options, got 'rho'"),
     (["sweep", "digits", "--over", "lr=.1", "--seeds", "0"], "a sweep needs at least one seed"),
     (["sweep", "digits", "--over", "lr=.1", "--seed", "3"], "sweep does not take --seed"),

@@ -1,11 +1,15 @@
 """Every Python block of README and docs runs, page by page, in order."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import steppe
+import steppe.methods
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,13 +46,70 @@ def test_the_site_builds_without_a_warning(tmp_path):
         [*build, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "api" / "index.html").exists()
+    pages = "".join(file.read_text() for file in tmp_path.glob("api*/index.html"))
+    public = [f"{p.__name__}.{name}" for p in (steppe, steppe.lab, steppe.analysis, steppe.report)
+              for name in p.__all__]  # fmt: skip
+    assert not [name for name in public if f'id="{name}"' not in pages]
 
 
-def test_relative_links_lead_somewhere():
+def test_every_argument_of_a_method_is_explained():
+    """The reference's table names each one, with the methods that take it."""
+    table = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", (ROOT / "docs/api.md").read_text(), re.M)
+    said = {name: set(re.findall(r"`(\w+)`", methods)) for name, methods in table}
+    taken = {}
+    for name, function in inspect.getmembers(steppe.methods, inspect.isfunction):
+        if name in steppe.__all__ and inspect.signature(function).return_annotation == "Method":
+            for argument in inspect.signature(function).parameters:
+                taken.setdefault(argument, set()).add(name)
+    assert said == taken
+
+
+HOME = "https://github.com/steppe-torch/steppe/blob/main/"
+RAW = "https://raw.githubusercontent.com/steppe-torch/steppe/main/"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def anchors(page):
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_links_lead_somewhere():
     broken = []
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if "://" not in link and not (page.parent / link).exists():
-                broken.append(f"{page.name}: {link}")
+        content = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", content)
+        broken += [f"{page.name}: {link}" for link in links
+                   if "://" not in link and not (page.parent / link).exists()]  # fmt: skip
+    for link in re.findall(r"^\[[\w-]+\]: (\S+)$", README, re.MULTILINE):
+        path, _, anchor = link.removeprefix(HOME).removeprefix(RAW).partition("#")
+        if path == link:
+            assert link.startswith("https://openreview.net/"), link
+        elif not (ROOT / path).exists() or (anchor and anchor not in anchors(ROOT / path)):
+            broken.append(f"README.md: {link}")
     assert not broken
+
+
+def test_the_readme_is_short_and_readable_on_an_index():
+    """Absolute links, at most 700 words outside code and tables, the install line among the first 150."""
+    assert not re.findall(r"\]\((?!https://)", README)
+    assert set(re.findall(r"\]\[([\w-]+)\]", README)) == set(
+        re.findall(r"^\[([\w-]+)\]:", README, re.MULTILINE)
+    )
+    assert len(README[: README.index("pip install -c constraints.txt .")].split()) < 150
+    prose = re.sub(
+        r"^```.*?^```|^\|.*?$|^\[.*?\]: .*?$", "", README, flags=re.DOTALL | re.MULTILINE
+    )
+    assert len(prose.split()) <= 700
+
+
+def test_the_gains_of_the_readme_are_the_evidence():
+    """Each row of its table of gains stands in docs/evidence.md with the same numbers."""
+    evidence = [line.split("|") for line in (ROOT / "docs/evidence.md").read_text().splitlines()]
+    header = next(cells for cells in evidence if "setting" in str(cells) and " RWP " in cells)
+    lines = README[README.index("| setting |") :].split("\n\n")[0].splitlines()
+    names, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    places = [[c.strip().replace("baseline", "SGD") for c in header].index(n) for n in names[1:]]
+    known = [[cells[i].strip() for i in places] for cells in evidence if len(cells) == len(header)]
+    assert len(rows) >= 4
+    assert all(row[1:] in known for row in rows), known

@@ -1,5 +1,6 @@
 """The package itself: what it imports, what it ships."""
 
+import os
 import pkgutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*command, cwd=None):
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not cwd}
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -63,18 +65,32 @@ def test_the_package_does_not_import_the_studies():
     ]
 
 
+def test_the_version_is_the_same_everywhere():
+    assert f"\nversion: {steppe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {steppe.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
+
+
 @pytest.mark.slow
-def test_the_wheel_builds_installs_and_imports(tmp_path):
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT))
-    (wheel,) = tmp_path.glob("steppe-*.whl")
+def test_compare_runs_from_the_wheel(tmp_path):
+    """In an environment of its own, which sees the dependencies installed here but not steppe."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    (wheel,), (sdist,) = tmp_path.glob("steppe-*.whl"), tmp_path.glob("steppe-*.tar.gz")
+    run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
     names = zipfile.ZipFile(wheel).namelist()
     assert "steppe/py.typed" in names
     assert {"steppe/report/assets/report.css", "steppe/report/assets/report.js"} <= set(names)
     assert not any(name.startswith(("tests", "examples", "studies")) for name in names)
-    run(sys.executable, "-m", "venv", "--system-site-packages", str(tmp_path / "venv"))
+
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"))
     python = tmp_path / "venv" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
-    run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    site = Path(run(sys.executable, "-c", "import torch; print(torch.__file__)").strip()).parents[1]
-    code = f"import sys; sys.path.append({str(site)!r}); import steppe; print(steppe.__file__)"
-    where = run(str(python), "-c", code, cwd=tmp_path)
-    assert str(tmp_path) in where
+    site = Path(run(str(python), "-c", "import site; print(site.getsitepackages()[-1])").strip())
+    others = Path(run(sys.executable, "-c", "import torch; print(torch.__file__)").strip())
+    (site / "dependencies.pth").write_text(f"{others.parents[1]}\n")
+    run(str(python), "-m", "pip", "install", "-q", "--no-index", f"{wheel}[lab]", cwd=tmp_path)
+    where = run(str(python), "-c", "import steppe; print(steppe.__file__)", cwd=tmp_path)
+    assert where.startswith(str(tmp_path))
+    options = ["--data=digits", "--model=mlp", "--steps=20", "--seeds=2", "--store=runs"]
+    command = str(python.with_name("steppe"))
+    table = run(command, "compare", "sgd", "rwp", *options, cwd=tmp_path)
+    assert "SGD" in table
+    assert "RWP" in table

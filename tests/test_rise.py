@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import steppe
@@ -305,6 +306,119 @@ def test_an_optimizer_with_steps_behind_it_is_warned_of():
     steppe.attach(model, optimizer, steppe.rwp(rise=0.05))
     with pytest.warns(UserWarning, match="taken steps before steppe was attached"):
         model(batch()[0])
+
+
+class InUnits(nn.Module):
+    """A regression net whose outputs are in some unit; Adam trains it alike in all of them."""
+
+    def __init__(self, unit):
+        super().__init__()
+        torch.manual_seed(0)
+        self.unit = unit
+        self.net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+
+    def forward(self, x):
+        return self.unit * self.net(x)
+
+
+def regress(unit, rise, steps=400, reduction="mean", lr_at=lambda step: 0.01, model=None):
+    """Stats after each step, what was said, and the mean squared error with targets of 1."""
+    model = model or InUnits(unit)
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-30)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=rise))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 6, generator=generator, dtype=torch.float64)
+    y = unit * x[:, :1] * x[:, 1:2].sign()
+    stats = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = lr_at(step)
+            i = torch.randint(64, (16,), generator=generator)
+            F.mse_loss(model(x[i]), y[i], reduction=reduction).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stats.append(perturber.stats())
+    left = float(F.mse_loss(model(x), y)) / unit**2
+    perturber.detach()
+    return stats, [str(w.message) for w in said], left
+
+
+@pytest.mark.parametrize("unit", [1000.0, 0.001])
+def test_the_rise_is_in_the_unit_of_the_loss(unit):
+    """Targets times 1000: a loss, and so a rise, times a million gives the same run."""
+    usual, _, left = regress(1.0, 0.05)
+    scaled, _, same = regress(unit, 0.05 * unit**2)
+    assert scaled[-1]["ratio"] == pytest.approx(usual[-1]["ratio"], rel=1e-6)
+    assert scaled[-1]["ramp"] == pytest.approx(usual[-1]["ramp"], rel=1e-6)
+    assert same == pytest.approx(left, rel=1e-6)
+
+
+def test_with_targets_times_1000_a_small_rise_does_nothing():
+    """r stays at the least there is, and training is what it is without steppe."""
+    stats, said, left = regress(1000.0, 0.05)
+    assert stats[-1]["ratio"] == pytest.approx(LEAST)
+    assert not said
+    assert left == pytest.approx(regress(1000.0, 0.0)[2], rel=0.1)
+
+
+def test_with_targets_times_a_thousandth_the_rise_cannot_be_held():
+    stats, said, _ = regress(0.001, 0.05)
+    assert max(s["ratio"] for s in stats) <= 0.5
+    assert stats[-1]["measured_rise"] < 1e-6
+    assert all("cannot be held" in words for words in said)
+    assert said
+
+
+def test_a_summed_loss_wants_the_rise_times_the_batch():
+    mean, _, left = regress(1.0, 0.05)
+    summed, _, same = regress(1.0, 16 * 0.05, reduction="sum")
+    assert summed[-1]["ratio"] == pytest.approx(mean[-1]["ratio"], rel=1e-6)
+    assert same == pytest.approx(left, rel=1e-6)
+    weaker, _, _ = regress(1.0, 0.05, reduction="sum")
+    assert weaker[-1]["ratio"] < 0.5 * mean[-1]["ratio"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_label_smoothing_does_not_keep_the_ramp_shut(smoothing):
+    """The loss has a floor, the pull on the outputs has none."""
+    model = mlp()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=0.02))
+    for step in range(1500):
+        x, _ = batch(step % 5)
+        loss = F.cross_entropy(model(x), (x[:, 0] > 0).long(), label_smoothing=smoothing)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = perturber.stats()
+    assert stats["ramp"] > 0.4
+    off = stats["measured_rise"] - stats["ramp"] * 0.02
+    assert abs(off) < 4 * stats["measured_rise_stderr"] < 0.06
+
+
+def test_fine_tuning_from_a_low_loss_leaves_it_off_and_says_so():
+    model = InUnits(1.0)
+    regress(1.0, 0.0, 800, model=model)
+    low = {"lr_at": lambda step: 1e-4, "model": model}
+    stats, said, _ = regress(1.0, 0.05, 610, **low)
+    assert stats[-1]["ramp"] < 0.05
+    assert any("still almost off" in words for words in said)
+    stats, _, _ = regress(1.0, STEADY, 300, **low)
+    assert stats[-1]["measured_rise"] == pytest.approx(0.05, rel=0.5)
+
+
+def test_r_follows_restarts_of_the_learning_rate():
+    """Cosine restarts every 300 steps: r moves by 5 % a step at most and the rise stays near."""
+    stats, said, _ = regress(
+        1.0, STEADY, 900, lr_at=lambda step: 0.01 * (1 + math.cos(math.pi * (step % 300) / 300)) / 2
+    )
+    ratios = torch.tensor([s["ratio"] for s in stats[OPENING:]])
+    assert (ratios[1:] / ratios[:-1]).log().abs().max() <= 4 * 0.05 + 1e-6  # measured every 4th
+    for k in (300, 600):
+        late = [s["measured_rise"] for s in stats[k + 100 : k + 300]]
+        assert sum(late) / len(late) == pytest.approx(0.05, rel=0.3)
+    assert not said
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,14 @@ def test_converting_an_attached_model_is_refused_before_anything_moves(method):
     assert equal(true, weights_of(model))
 
 
+def test_a_model_that_moved_to_another_device_is_refused():
+    model = mlp()
+    steppe.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), steppe.rwp(0.1))
+    model.to("meta")  # torch makes new parameters here
+    with pytest.raises(RuntimeError, match=r"move to another device since.*Or attach again"):
+        model(batch()[0].to("meta"))
+
+
 def test_a_parameter_that_is_rebound_between_passes_is_followed():
     model = nn.Conv2d(3, 5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

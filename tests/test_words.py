@@ -36,9 +36,6 @@ PATTERN = re.compile("|".join(rf"(?<![\w-]){word}(?![\w-])" for word in WORDS), 
 EXEMPT = {"docs/log.md", "docs/decisions.md"}
 """For people who work on steppe."""
 
-TO_BE_CONVERTED = {"README.md", "docs/choosing.md"}
-"""Files that still have such words: take one off when it has none."""
-
 
 def pages():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -71,15 +68,7 @@ def found(name):
 
 @pytest.mark.parametrize("name", pages())
 def test_no_private_vocabulary(name):
-    said = found(name)
-    if name in TO_BE_CONVERTED:
-        assert said, f"{name} is converted: take it off the list"
-    else:
-        assert not said, "\n".join(said)
-
-
-def test_the_list_names_files_that_exist():
-    assert set(pages()) >= TO_BE_CONVERTED
+    assert not found(name)
 
 
 def test_the_words_are_found_where_they_are():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         antithetic_rwp,
         arwp,
         asam,
+        flat_lora,
         lpf_sgd,
         m_arwp,
         m_rwp,
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     )
     from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
     from steppe.perturber import Perturber, Probe
+    from steppe.perturbing import perturbed
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdaptiveGaussian",
@@ -52,12 +54,14 @@ __all__ = [
     "attach",
     "constant",
     "cosine_increase",
+    "flat_lora",
     "linear",
     "lpf_sgd",
     "m_arwp",
     "m_rwp",
     "mixed",
     "msam",
+    "perturbed",
     "process_group",
     "recompute_norm_stats",
     "rwp",
@@ -73,6 +77,7 @@ _MODULES = (
     "methods",
     "perturbations",
     "perturber",
+    "perturbing",
     "schedules",
 )
 """Where the names of `__all__` are defined."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
+from steppe.frozen import FrozenLinear, LowRank, find_frozen
 from steppe.hooks import Hooks, attached
+from steppe.layout import is_sharded
 from steppe.methods import Method
 from steppe.perturber import Perturber
 from steppe.shards import Shards
@@ -29,6 +32,7 @@ def attach(
     *,
     seed: int = 0,
     exclude: Sequence[str] = (),
+    include_frozen: Sequence[str] = (),
     microbatch_loss: MicrobatchLoss = "mean",
     scaler: torch.amp.GradScaler | None = None,
     on_incomplete: OnIncomplete = "warn",
@@ -47,6 +51,8 @@ def attach(
         method: `steppe.arwp()`, `steppe.m_arwp(0.015)`, …
         seed: of the noise. The global random state is never touched.
         exclude: names of parameters to leave out, for example `("*.bias", "*norm*")`.
+        include_frozen: names of frozen weights of linear layers to perturb too, for example
+            `("*base_layer.weight",)`. They are never written: their layers compute with W + E out of place.
         microbatch_loss: "mean" if the loop divides each micro-batch's loss by their number, which
             is usual; "sum" if it does not.
         scaler: the `GradScaler`, if there is one (needed by m_arwp and by `perturber.backward`).
@@ -87,11 +93,12 @@ def attach(
             f"A schedule of {method.name}() does not know how long training is. Give it the number "
             "of optimizer steps: cosine_increase(0, 0.01, steps=epochs * len(loader))."
         )
-    choice = choose(model, optimizer, exclude)
+    choice = choose(model, optimizer, exclude, include_frozen, merged=method.merged)
+    _check_frozen(model, method, choice)
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
     ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
-    weights = Weights(choice.perturbed, optimizer, Shards(model))
+    weights = Weights(choice.perturbed, optimizer, Shards(model), choice.frozen)
     training = Training(
         model,
         method,
@@ -138,14 +145,21 @@ class Choice:
 
     perturbed: list[tuple[str, nn.Parameter]]
     skipped: dict[str, str]
+    frozen: dict[nn.Parameter, FrozenLinear]
 
 
 def choose(
-    model: nn.Module, optimizer: torch.optim.Optimizer, exclude: Iterable[str] = ()
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    exclude: Iterable[str] = (),
+    include_frozen: Iterable[str] = (),
+    *,
+    merged: bool = False,
 ) -> Choice:
     """Sort the parameters of model and optimizer, or say what does not fit."""
     names = parameter_names(model)
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    included = [include_frozen] if isinstance(include_frozen, str) else list(include_frozen)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     strangers = [p for p in groups if p not in names]
     if groups and len(strangers) == len(groups):
@@ -154,9 +168,13 @@ def choose(
             f"The optimizer's {len(strangers)} parameters (shapes {shapes}) are not the model's. "
             "Attach the model whose parameters the optimizer was made from."
         )
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
-            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=3)
+    warn_unmatched(patterns, names)
+    frozen = find_frozen(
+        model,
+        {p: k for p, k in names.items() if not _excluded(k, patterns)},
+        ["*base_layer.weight"] if merged and not included else included,
+        lora_layers(model, merged),
+    )
     renormed = _renormed(model)
     perturbed, skipped = [], {}
     for param, known in names.items():
@@ -164,15 +182,63 @@ def choose(
         reason = _reason_to_skip(param, known, group, patterns)
         if reason is None and param in renormed:
             reason = "rows are written in its forward (max_norm)"
-        if reason is None and group is not None:
+        if merged and reason is None and param not in frozen:
+            reason = "trained; only merged weights are perturbed"
+        if param in frozen or (reason is None and group is not None):
             perturbed.append((known[0], param))
         else:
             skipped[known[0]] = reason or ""
     for number, param in enumerate(strangers):
         skipped[f"parameter {number} {tuple(param.shape)} of the optimizer"] = "not the model's"
     order = {param: number for number, param in enumerate(groups)}
-    perturbed.sort(key=lambda entry: order[entry[1]])
-    return Choice(perturbed, skipped)
+    perturbed.sort(key=lambda entry: order.get(entry[1], len(order)))
+    return Choice(perturbed, skipped, frozen)
+
+
+def _excluded(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    """The first pattern that leaves a parameter with these names out."""
+    return next((p for p in patterns if any(fnmatchcase(name, p) for name in names)), None)
+
+
+def lora_layers(model: nn.Module, merged: bool) -> Mapping[nn.Module, LowRank]:
+    """What PEFT adds to the layers of a model, if it is PEFT's."""
+    if "peft" in sys.modules:
+        from steppe.integrations.peft import low_rank_parts
+
+        return low_rank_parts(model, strict=merged)
+    if merged:
+        raise ValueError(
+            "flat_lora() perturbs the LoRA layers of a PEFT model, and this is none. Make it one with "
+            "peft.get_peft_model(model, LoraConfig(...)); frozen linear layers of other models take "
+            "steppe.rwp() with attach(..., include_frozen=(...))."
+        )
+    return {}
+
+
+def _check_frozen(model: nn.Module, method: Method, choice: Choice) -> None:
+    """Refuse what would need a gradient of frozen weights, or shards of them."""
+    if choice.frozen and any(is_sharded(p) for p in model.parameters()):
+        raise ValueError(
+            "Noise on frozen layers is not supported in a model under fully_shard(). Use "
+            "DistributedDataParallel."
+        )
+    for noise in (p.perturbation for p in method.passes if choice.frozen):
+        if noise is not None and (noise.needs_gradient or noise.learns_from != "nothing"):
+            raise ValueError(
+                f"{method.name}() learns from the gradients of what it perturbs, and frozen weights have "
+                "none. Use rwp, m_rwp, lpf_sgd or antithetic_rwp, or flat_lora for a PEFT model."
+            )
+
+
+def warn_unmatched(patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
+            warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=4)
+
+
+def check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an int, got {seed!r}.")
 
 
 def _renormed(model: nn.Module) -> set[Tensor]:
@@ -188,9 +254,8 @@ def _reason_to_skip(
         return "frozen" if not param.requires_grad else "not in the optimizer"
     if not group.get("perturb", True):
         return "perturb=False in its group"
-    for pattern in patterns:
-        if any(fnmatchcase(name, pattern) for name in names):
-            return f"excluded by {pattern!r}"
+    if pattern := _excluded(names, patterns):
+        return f"excluded by {pattern!r}"
     if param.numel() == 0:
         return "empty"
     if not param.is_floating_point():
@@ -242,8 +307,7 @@ def _check_kinds(
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed must be an int, got {seed!r}.")
+    check_seed(seed)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
 

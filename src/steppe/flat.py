@@ -228,7 +228,8 @@ class FlatMemory:
         self.groups = list(groups.values())
         """The parameters of each device and dtype, by the length of their filters."""
         number = count()
-        self._noise = [{next(number): b for b in noise_blocks(g)} for g in self.groups]
+        self.noise = [{next(number): b for b in noise_blocks(g)} for g in self.groups]
+        """The blocks of noise of each group, by their number."""
         self.blocks = next(number)
         self.clear()
 
@@ -243,13 +244,13 @@ class FlatMemory:
     def now(self) -> list[Flat]:
         """The flat memory of the parameters as they are."""
         pairs = zip(stored(self._params), self._params, strict=True)
-        key = [(t.data_ptr(), t.stride(), t.dtype, p.param.requires_grad) for t, p in pairs]
+        key = [(t.data_ptr(), t.stride(), t.dtype, p.active) for t, p in pairs]
         if key != self._key:
             for p in self._params:
                 p.check_unconverted()
             self.clear()  # that memory is free before there is more
             with torch.inference_mode(False), torch.no_grad():
-                plans = zip(self.groups, self._noise, strict=True)
+                plans = zip(self.groups, self.noise, strict=True)
                 flats = [Flat(group, noise, self._home) for group, noise in plans]
             self._key, self.flats = list(key), [flat for flat in flats if flat.members]
         return self.flats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -116,3 +116,21 @@ class History:
         *vectors, total, statistics = ranks.sum(*parts)
         self._statistics.unpack(statistics)
         return [weights.per_parameter(vector) for vector in vectors], list(total)
+
+
+def difference(saved: list[Any], here: list[Any]) -> str:
+    """How the parameters of a saved state differ from those attached."""
+    for old, new in zip(saved, here, strict=False):
+        if list(old) != list(new):
+            return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
+    return f"{len(saved)} parameters were saved, {len(here)} are attached"
+
+
+def check_same_tensors(saved: list[Any], here: list[Any]) -> None:
+    """Raise if a saved history does not fit."""
+    shapes = [[{k: [t.shape for t in v] for k, v in s.items()} for s in x] for x in (saved, here)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "The saved history has another form than this method's (elementwise, or another number "
+            "of filters)."
+        )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from steppe.intercept import ASKS, STATE, Call, Hook, ScalerAsks, State
@@ -51,6 +52,7 @@ class Hooks:
                 # after FSDP's own, when the module's parameters are the gathered ones
                 hook = module.register_forward_pre_hook(Hook(self, "gathered"))
                 self._handles.append(hook)
+        training.weights.frozen.install()
         perturbed = {slot.param: number for number, slot in enumerate(training.weights.params)}
         self._owners = [
             (module, name, param, perturbed[param])
@@ -65,6 +67,7 @@ class Hooks:
             handle.remove()
         for module in self._modules:
             vars(module).pop(STATE, None)
+        self._training.weights.frozen.remove()
         self._call.remove()
         vars(self._training.optimizer).pop(ASKS, None)
         if self._asks._answer:
@@ -106,7 +109,7 @@ class Hooks:
             return
         if running is not None and running.in_backward:
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and grad) or not training.weights.active:
+        if not (module.training and grad) or not training.perturbs_now:
             training.restore()
         elif running is not None:
             if training.weights.written():
@@ -120,7 +123,8 @@ class Hooks:
             if owner._parameters.get(name) is not param and not is_sharded(param):
                 raise RuntimeError(
                     f"The attached model runs with another {name} than the one that was attached "
-                    "(torch.func.functional_call with other weights, or a parametrization since). "
+                    "(torch.func.functional_call with other weights; a parametrization or a move to "
+                    "another device since). "
                     "Hold the pass open over what is made of the model's own weights: "
                     f"{self._training.loop.hold}. Or attach again."
                 )
@@ -221,7 +225,7 @@ class Hooks:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         step = training.step
         if closure is None:
-            step.idle = not step.done and training.stands_still()
+            step.idle = not step.done and _stands_still(training.optimizer)
             if not step.idle:
                 step.settle()
             training.stepping = 1
@@ -237,6 +241,12 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _stands_still(optimizer: Optimizer) -> bool:
+    """Whether all learning rates are 0. A step without a pass is no training step then:
+    torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
+    return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
 
 
 def _pull(running: Running, gradient: Tensor) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from steppe.frozen import Forward
+
 if TYPE_CHECKING:
     from steppe.hooks import Hooks
 
@@ -63,7 +65,8 @@ class State:
         state = type(self._module).__getstate__(self._module)
         if not isinstance(state, dict):
             return state
-        state = {k: v for k, v in state.items() if k not in (STATE, *CALLS)}
+        ours = (STATE, *CALLS)
+        state = {k: v for k, v in state.items() if k not in ours and not isinstance(v, Forward)}
         for name in HOOKS:
             if name in state:
                 kept = ((k, h) for k, h in state[name].items() if not isinstance(_bare(h), Hook))

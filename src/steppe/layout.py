@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from steppe.noise import CPU_BLOCK, DEVICE_BLOCK
+
+if TYPE_CHECKING:
+    from steppe.frozen import FrozenLinear
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -56,11 +59,20 @@ class Perturbed:
     dtype: torch.dtype
     device: torch.device
     """The full parameter's, as they were when steppe was attached."""
+    always: bool = False
+    """Perturbed also where frozen: nothing trains it."""
+    layer: FrozenLinear | None = None
+    """What computes with noise out of place while the parameter is frozen."""
 
     @property
     def active(self) -> bool:
-        """Frozen parameters are never touched, whenever they were frozen."""
-        return self.param.requires_grad
+        """In training, frozen parameters are never touched, whenever they were frozen."""
+        return self.always or self.param.requires_grad
+
+    @property
+    def noisy(self) -> bool:
+        """Whether it is perturbed, in place or out of place."""
+        return self.active or self.layer is not None
 
     @property
     def values(self) -> Tensor:
@@ -93,6 +105,29 @@ class Perturbed:
 def stored(params: Sequence[Perturbed]) -> list[Tensor]:
     """The tensors that hold what this rank has of the parameters."""
     return [p.param if type(p.param) is nn.Parameter else local(p.param) for p in params]
+
+
+def group_factors(
+    params: Sequence[Perturbed], optimizer: torch.optim.Optimizer | None, *, uphill: bool = False
+) -> list[float]:
+    """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
+
+    `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
+    """
+    found = {}
+    for group in optimizer.param_groups if optimizer else ():
+        factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
+        factor = -factor if uphill and group.get("maximize", False) else factor
+        if factor != 1:
+            found.update(dict.fromkeys(group["params"], factor))
+    return [found.get(p.param, 1.0) for p in params] if found else [1.0] * len(params)
+
+
+def repeated(params: Sequence[Perturbed], values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """One value per parameter, repeated for each of its filters."""
+    counts = torch.tensor([p.filter_count for p in params], dtype=torch.long)
+    home = params[0].device if params else None
+    return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(home)
 
 
 class Stretch(NamedTuple):

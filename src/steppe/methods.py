@@ -9,6 +9,7 @@ asam(rho)          = sam with the ascent scaled by |w|
 lpf_sgd(s, M)      = [(Gaussian(s), 1/M)] * M               a fresh eps each
 antithetic_rwp(s)  = [(Gaussian(s), 1/2), (the same eps, negated, 1/2)]
 msam(rho)          = [MomentumAscent(rho)]
+flat_lora(r)       = [Gaussian(r)] on the merged weights of LoRA layers
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Method:
     """m-sharpness: `backward` runs all passes on each part of m samples."""
     defaults: Ratios | None = None
     """Set where nobody gave a strength: what it becomes on each kind of model."""
+    merged: bool = False
+    """Perturb the merged weights of LoRA layers, by noise on their frozen base, and nothing else."""
 
     def __post_init__(self) -> None:
         if not self.passes:
@@ -210,6 +213,7 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
         feed="one" if same_batch else "each",
         same_batch=same_batch,
         defaults=method.defaults,
+        merged=method.merged,
     )
 
 
@@ -268,7 +272,7 @@ def sam(
         raise ValueError(f"m is the number of samples in a part, at least 1, {problem}.")
     return Method(
         "sam",
-        (Pass(weight=0.0), Pass(Ascent(_rho(rho, rise, 0.05), rise=rise))),
+        (Pass(weight=0.0), Pass(Ascent(0.05 if rho is rise is None else rho, rise=rise))),
         feed="one" if same_batch else "each",
         m=m,
     )
@@ -279,7 +283,8 @@ def asam(rho: Strength | None = None, eta: float = 0.01, *, rise: Strength | Non
 
     rho is 0.5 unless given; `rise` sets rho = rise / ‖T g‖ instead, at most 5.
     """
-    ascent = Ascent(_rho(rho, rise, 0.5), adaptive=True, eta=eta, rise=rise)
+    rho = 0.5 if rho is rise is None else rho
+    ascent = Ascent(rho, adaptive=True, eta=eta, rise=rise)
     return Method("asam", (Pass(weight=0.0), Pass(ascent)))
 
 
@@ -312,6 +317,16 @@ def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
     return Method("msam", (Pass(MomentumAscent(rho, momentum)),))
 
 
+def flat_lora(*, ratio: Strength | None = None, rise: Strength | None = None) -> Method:
+    """Flat-LoRA: RWP on the merged weights W + s B A of a PEFT model; A and B alone are trained. One pass.
+
+    The noise is on the frozen base, with a std from the rows of the merged weight, out of place: the base
+    is neither written nor copied. `rise` is 0.05 unless a strength is given.
+    """
+    rise = 0.05 if ratio is rise is None else rise
+    return Method("flat_lora", (Pass(Gaussian(ratio=ratio, rise=rise)),), merged=True)
+
+
 def _default_ratio(
     sigma: Strength | None,
     ratio: Strength | None,
@@ -327,14 +342,7 @@ def _default_ratio(
     return ratio, None
 
 
-def _rho(rho: Strength | None, rise: Strength | None, default: float) -> Strength | None:
-    return default if rho is None and rise is None else rho
-
-
 def _strengths(perturbation: Perturbation | None) -> dict[str, Strength | None]:
     """The fields of a perturbation that may hold a schedule."""
-    return (
-        {name: value for name, value in vars(perturbation).items() if callable(value)}
-        if perturbation
-        else {}
-    )
+    values = vars(perturbation) if perturbation else {}
+    return {name: value for name, value in values.items() if callable(value)}

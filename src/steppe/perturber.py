@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from steppe.distributed import Ranks
+from steppe.history import check_same_tensors, difference
 from steppe.hooks import Hooks
 from steppe.methods import Method
-from steppe.noise import Draw
+from steppe.noise import VERSION, Draw
 from steppe.passes import Answers, Run, deal
 from steppe.training import Training
 
@@ -77,7 +78,7 @@ class Perturber:
     @property
     def perturbed(self) -> bool:
         """Whether the weights are away from their true values at this moment."""
-        return bool(self._training.weights.moved)
+        return self._training.weights.away
 
     def restore(self) -> None:
         """Put the true weights back now, if a forward was interrupted or its loss thrown away."""
@@ -196,7 +197,7 @@ class Perturber:
                 stats["displacement"] = radius / max(float(size), 1e-30)
                 stats.update(noise.stats(state))
             break
-        stats["perturbed_parameters"] = sum(s.param.numel() for s in weights.active)
+        stats["perturbed_parameters"] = sum(s.param.numel() for s in weights.params if s.noisy)
         stats["passes_since_step"] = len(training.step.done)
         stats["incomplete_steps"] = training.incomplete
         return stats
@@ -237,7 +238,7 @@ class Perturber:
         training, weights, stats = self._training, self._training.weights, self.stats()
         groups = training.optimizer.param_groups
         now_out = {p for group in groups if not group.get("perturb", True) for p in group["params"]}
-        perturbed = [slot for slot in weights.active if slot.param not in now_out]
+        perturbed = [s for s in weights.params if s.noisy and s.param not in now_out]
         count = sum(slot.param.numel() for slot in perturbed)
         displacement = stats["displacement"]
         known = "unknown" if math.isnan(displacement) else f"= {displacement:.3g}"
@@ -253,8 +254,9 @@ class Perturber:
                 f"  {len(self.method.passes)} passes over {ranks.size} replicas; this is replica "
                 f"{ranks.rank} and runs pass {ranks.index} ({kind})"
             )
-        lines += [f"  perturbed  {s.name} {tuple(s.param.shape)}" for s in perturbed]
-        left_out = self._skipped | {s.name: "frozen" for s in weights.params if not s.active}
+        how = {True: "", False: " frozen"}
+        lines += [f"  perturbed  {s.name} {tuple(s.shape)}{how[s.active]}" for s in perturbed]
+        left_out = self._skipped | {s.name: "frozen" for s in weights.params if not s.noisy}
         left_out |= {
             s.name: "perturb=False in its group" for s in weights.params if s.param in now_out
         }
@@ -277,9 +279,10 @@ class Perturber:
         """Everything that a run needs to resume bit-exactly: step, seed and history."""
         training, weights = self._training, self._training.weights
         # where a function lies in memory is no setting of it
-        settings = re.sub(r" at 0x[0-9a-f]+|, rise=None", "", repr(self.method))
+        settings = re.sub(r" at 0x[0-9a-f]+|, rise=None|, merged=False", "", repr(self.method))
         return {
             "format": FORMAT,
+            "noise": VERSION,
             "method": self.method.name,
             "settings": settings,
             "seed": training.seed,
@@ -304,13 +307,19 @@ class Perturber:
         if state["parameters"] != mine["parameters"]:
             raise ValueError(
                 "The state is of another model or another choice of parameters: "
-                f"{_difference(state['parameters'], mine['parameters'])}."
+                f"{difference(state['parameters'], mine['parameters'])}."
             )
-        _check_same_tensors(state["states"], mine["states"])
+        check_same_tensors(state["states"], mine["states"])
         if state["settings"] != mine["settings"]:
             warnings.warn(
                 f"Settings differ from the saved ones: {state['settings']} was saved, "
                 f"{mine['settings']} is used from here on.",
+                stacklevel=2,
+            )
+        if state.get("noise", 1) != VERSION:
+            warnings.warn(
+                "The state was saved by a version of steppe that drew other noise for a seed: training goes "
+                "on with its step and history, but not bit for bit as that version would.",
                 stacklevel=2,
             )
         self.restore()
@@ -326,21 +335,3 @@ class Perturber:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("This perturber was detached. Attach again to use it.")
-
-
-def _difference(saved: list[Any], here: list[Any]) -> str:
-    for old, new in zip(saved, here, strict=False):
-        if list(old) != list(new):
-            return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
-    return f"{len(saved)} parameters were saved, {len(here)} are attached"
-
-
-def _check_same_tensors(saved: list[Any], here: list[Any]) -> None:
-    def shapes(states: list[Any]) -> list[Any]:
-        return [{k: [tuple(t.shape) for t in v] for k, v in s.items()} for s in states]
-
-    if shapes(saved) != shapes(here):
-        raise ValueError(
-            "The saved history has another form than this method's (elementwise, or another number "
-            "of filters)."
-        )

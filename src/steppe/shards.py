@@ -21,7 +21,7 @@ class Shards:
         self._groups: list[Any] = []
         self._first = True
         if params and model is not None:
-            self._modules = [m for m in model.modules() if hasattr(m, "reshard")]
+            self._modules = sharding(model)
             self._check(params)
             mesh, kinds = _sharding(next(iter(params.values())))
             for dim in (dim for dim, kind in enumerate(kinds) if kind == "Shard"):
@@ -84,6 +84,11 @@ class Shards:
     def let_go(self) -> None:
         """Refer to no module and no process group any longer. Nothing is exchanged from now on."""
         self._modules, self._groups = [], []
+
+
+def sharding(model: nn.Module) -> list[Any]:
+    """The modules whose parameters FSDP2 shards."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
 
 
 def _sharding(param: Any) -> tuple[Any, list[str]]:

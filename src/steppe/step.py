@@ -80,6 +80,7 @@ class Step:
         self.slopes: dict[Perturbation, list[Tensor]] = {}
         """<eps, g> of the passes, or of all so far in one where their gradients add up."""
         self.pulls: list[Tensor] = []
+        self._frozen_slope: Tensor | float = 0.0
         self._seen: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------ while a pass runs
@@ -165,14 +166,20 @@ class Step:
         if running.pull is not None:
             self.pulls.append(running.pull if running.of_loss else running.pull / running.share)
         noise = training.method.passes[running.index].perturbation
-        if noise is None or noise.steering is None or not weights.moved:
+        if noise is None or noise.steering is None or not weights.away:
             return
+        frozen = weights.frozen.slope(weights.sizes)
         if training.meters_passes:
             own = dict(zip(weights.params, self._own(running), strict=True))
-            slope = weights.dot_eps([own[p] for p in weights.moved]) / running.share
-            self.slopes.setdefault(noise, []).append(slope)
+            slope = weights.dot_eps([own[p] for p in weights.moved])
+            slope = slope if frozen is None else slope + frozen
+            self.slopes.setdefault(noise, []).append(slope / running.share)
         else:  # what has accumulated so far, all of it at this eps
-            self.slopes[noise] = [weights.dot_eps([p.param.grad for p in weights.moved])]
+            slope = weights.dot_eps([p.param.grad for p in weights.moved])
+            if frozen is not None:
+                self._frozen_slope = self._frozen_slope + frozen
+                slope = slope + self._frozen_slope
+            self.slopes[noise] = [slope]
 
     def _note(self, running: Running) -> None:
         training = self._training

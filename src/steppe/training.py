@@ -118,6 +118,11 @@ class Training:
         return factor
 
     @property
+    def perturbs_now(self) -> bool:
+        """Whether there is a parameter to perturb: all that were may be frozen by now."""
+        return any(p.noisy for p in self.weights.params)
+
+    @property
     def running(self) -> Running | None:
         return self.step.running
 
@@ -220,7 +225,9 @@ class Training:
         self.weights.save()
         with torch.no_grad():
             self.weights.gain = self.gain(noise)
+            self.weights.frozen.metered = noise.steering is not None and self.metered
             noise.move(self.weights, self.history.states[noise], draw, gradient)
+        self.weights.frozen.check_begun(noise)
         self.weights.watch()
         torch.clear_autocast_cache()
 
@@ -230,7 +237,7 @@ class Training:
         self.step.close(count=False)
         if running is not None and running.frozen is not None:
             running.frozen.thaw()
-        if self.weights.moved:
+        if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
             finally:
@@ -242,6 +249,7 @@ class Training:
         if self.running is running:
             frozen, running.frozen = running.frozen, None
             try:
+                self.weights.frozen.check_ran()
                 self.step.close(count=True)
             finally:
                 if frozen is not None:
@@ -278,17 +286,13 @@ class Training:
             if index is not None:
                 self.move(index, draw)
             yield
+            self.weights.frozen.check_ran()
         finally:
             self.restore()
             frozen.thaw()
             self.probing = False
 
     # ------------------------------------------------------------------ the optimizer's step
-
-    def stands_still(self) -> bool:
-        """Whether all learning rates are 0. A step without a pass is no training step then:
-        torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
-        return all(float(group.get("lr", 1.0)) == 0 for group in self.optimizer.param_groups)
 
     @contextmanager
     def closure(self) -> Iterator[None]:

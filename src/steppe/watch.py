@@ -13,6 +13,11 @@ CLOSE_LOOKS = 2
 """In so many moves, values are compared too: data-dependent initialisation, in the first forward, may
 write through `.data`, which leaves no trace."""
 
+ALREADY = (
+    "The weights are perturbed already. Leave the perturbed() block, or end the pass that is under way "
+    "(backward(), perturber.restore()) first."
+)
+
 
 class Watch:
     """Compares versions and places of parameters, between a move and the way back."""
@@ -64,9 +69,9 @@ class Watch:
 
 def written_by_others(names: Sequence[str]) -> RuntimeError:
     return RuntimeError(
-        f"{', '.join(names[:3])}{', …' if names[3:] else ''} changed in the middle of a perturbed pass, and "
-        "not by steppe: nn.Embedding(max_norm=…), an initialisation in the first forward, … The weights are "
-        "back at their values of before the pass, without that change. Leave the parameter out, "
-        f"exclude=({names[0]!r},), or change it outside of the pass: before the forward or after "
-        "perturber.restore()."
+        f"{', '.join(names[:3])}{', …' if names[3:] else ''} changed in the middle of a perturbed pass (or a "
+        "perturbed() block), and not by steppe: nn.Embedding(max_norm=…), an optimizer's step, an initialisation "
+        "in the first forward, … The weights are back at their values of before the pass, without that change. "
+        f"Leave the parameter out, exclude=({names[0]!r},), or change it outside of the pass: before the forward "
+        "or after perturber.restore()."
     )

@@ -7,51 +7,61 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
-from steppe.layout import Perturbed, local
+from steppe.frozen import FrozenLayers, FrozenLinear
+from steppe.layout import Perturbed, group_factors, local, repeated
 from steppe.noise import Draw
 from steppe.shards import Shards
-from steppe.watch import Watch, written_by_others
+from steppe.watch import ALREADY, Watch, written_by_others
+
+_away: WeakSet[Weights] = WeakSet()
+"""Who has moved weights at present: two must never move the same ones."""
 
 
 class Weights:
     """Every perturbed parameter, its filters in one row of numbers, and the way back.
 
     Quantities per filter (norms, history, std) are vectors over the filters of all parameters, in the
-    order of `params`: a few thousand numbers, the same on every rank that holds a shard.
+    order of `params`: a few thousand numbers, the same on every rank that holds a shard. The groups of
+    `optimizer` say what is perturbed how much; without one, all alike, also frozen ones.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         shards: Shards | None = None,
+        frozen: Mapping[nn.Parameter, FrozenLinear] | None = None,
     ) -> None:
         self.shards, self._optimizer = shards or Shards(), optimizer
+        self.frozen = FrozenLayers(frozen)
         self.params: list[Perturbed] = []
         self.filters = 0
         for name, param in named:
             count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
             place = slice(self.filters, self.filters + count)
             at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            self.params.append(Perturbed(name, param, place, at, *kind))
+            more = (optimizer is None, self.frozen.of.get(param))
+            self.params.append(Perturbed(name, param, place, at, *kind, *more))
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
-        kinds = {p.dtype for p in self.params}
+        kinds = [p.dtype for p in self.params]
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
-        self.sizes = self._repeat([float(p.length) for p in self.params])
+        self.sizes = repeated(self.params, [float(p.length) for p in self.params], self.dtype)
         self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
         self._flat = FlatMemory(self.params, self.device)
+        self.frozen.place(self.params, self._flat.noise)
         self._written = False
         self._watch = Watch(self.params)
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
@@ -65,6 +75,11 @@ class Weights:
     def active(self) -> list[Perturbed]:
         return [p for p in self.params if p.active]
 
+    @property
+    def away(self) -> bool:
+        """Whether a perturbation is at work, in place or out of place."""
+        return bool(self.moved) or self.frozen.noisy
+
     def marks(self) -> tuple[object, ...]:
         """A mark for every perturbed parameter, which differs if somebody has written it since."""
         return self._watch.marks()
@@ -74,7 +89,7 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        flats = self._memory() if tensors is None else self._last()
+        flats = self._memory() if tensors is None else self._memory(last=True)
         norms = self.sizes.new_empty(self.filters)
         if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
             norms.zero_()
@@ -83,6 +98,8 @@ class Weights:
             if tensors is None and not self.moved:  # the backup is free memory then
                 copy(flat.views, flat.values, flat.odd)
             norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
+        if tensors is None:
+            self.frozen.write_norms(norms)
         if self.shards.several:
             for p in self.params:
                 if not self.shards.counts(p.param):
@@ -121,7 +138,7 @@ class Weights:
             norm: Tensor = torch.linalg.vector_norm(there, dtype=flat.wide)
             return norm.square_()
 
-        return self._total(self._last(), squared).sqrt_()
+        return self._total(self._memory(last=True), squared).sqrt_()
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
@@ -129,48 +146,32 @@ class Weights:
         return [torch.zeros_like(param, dtype=kind) for param, kind in kinds]
 
     def strengths(self) -> Tensor:
-        """Each filter's factor on the strength, from the parameter groups; 0 where frozen."""
-        factors = self._group_factors(uphill=False)
-        return self._repeat([f * p.active for f, p in zip(factors, self.params, strict=True)])
-
-    def _group_factors(self, *, uphill: bool) -> list[float]:
-        """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
-
-        `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
-        """
-        found = {}
-        for group in self._optimizer.param_groups:
-            factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
-            factor = -factor if uphill and group.get("maximize", False) else factor
-            if factor != 1:
-                found.update(dict.fromkeys(group["params"], factor))
-        return [found.get(p.param, 1.0) for p in self.params] if found else [1.0] * len(self.params)
+        """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
+        factors = group_factors(self.params, self._optimizer)
+        noisy = [f * p.noisy for f, p in zip(factors, self.params, strict=True)]
+        return repeated(self.params, noisy, self.dtype)
 
     def _with_factors(self, size: Tensor, *, uphill: bool = False) -> Tensor:
         """Something per filter (or for all) times the groups' own factors."""
-        factors = self._group_factors(uphill=uphill)
+        factors = group_factors(self.params, self._optimizer, uphill=uphill)
         if all(factor == 1 for factor in factors):
             return size.expand(self.filters)
         if factors != self._factors[0]:
-            self._factors = (factors, self._repeat(factors))
+            self._factors = (factors, repeated(self.params, factors, self.dtype))
         return size * self._factors[1]
-
-    def _repeat(self, per_parameter: Sequence[float]) -> Tensor:
-        """One value per parameter, repeated for each of its filters."""
-        counts = torch.tensor([p.filter_count for p in self.params], dtype=torch.long)
-        values = torch.tensor(per_parameter, dtype=self.dtype)
-        return values.repeat_interleave(counts).to(self.device)
 
     # ------------------------------------------------------------------ moves
 
     @torch.no_grad()
     def save(self) -> None:
         """Back up the true weights. From here until `restore()` they may be written."""
-        if self.moved:
-            raise RuntimeError("The weights are already perturbed; restore() them first.")
+        mine = {id(p.param) for p in self.active} if _away else ()
+        if any(id(p.param) in mine for other in _away for p in other.moved):
+            raise RuntimeError(ALREADY)
         for flat in self._memory():
             copy(flat.views, flat.values, flat.odd)
         self.moved, self._written = self.active, False
+        _away.add(self)
 
     def watch(self) -> None:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
@@ -186,6 +187,7 @@ class Weights:
         Raises, with the true weights in place, if somebody wrote a parameter in the meantime; `quiet`
         never raises (for `__del__`, and the end of the interpreter).
         """
+        self.frozen.end()
         if not self.moved:
             return
         with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
@@ -193,6 +195,7 @@ class Weights:
             for flat in self._flat.flats:
                 copy(flat.values_now() if written else flat.values, flat.views, flat.odd)
             self.moved = []
+            _away.discard(self)
             self.shards.reshard()
             if written and not quiet:
                 raise written_by_others(written)
@@ -227,8 +230,9 @@ class Weights:
             block.draw_(eps.flat, seed_of(block.number))
             eps.flat.mul_(factors)
 
-        std = std if self.gain is None else std * self.gain
-        self._write(fill, self._with_factors(std), draw.sign)
+        std = self._with_factors(std if self.gain is None else std * self.gain)
+        self._write(fill, std, draw.sign)
+        self.frozen.begin(draw, seed_of, std, shaped=factor is not None)
 
     def add(
         self, directions: Sequence[Tensor | None], scale: Tensor, *, uphill: bool = False
@@ -319,7 +323,7 @@ class Weights:
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
-        flats, given = self._last(), dict(zip(self.params, values, strict=True))
+        flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
         norms = self._total(flats, lambda f, b: torch.linalg.vector_norm(f.loaded(b, given).flat))
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
@@ -340,9 +344,7 @@ class Weights:
 
         by_block(flats, learn)
 
-    def _last(self) -> list[Flat]:
-        """Flat memory as of the last move: gradients are of that one, whatever was rebound since."""
-        return self._flat.flats if self.moved or self._flat.fits() else self._flat.now()
-
-    def _memory(self) -> list[Flat]:
-        return self._flat.flats if self.moved else self._flat.now()
+    def _memory(self, *, last: bool = False) -> list[Flat]:
+        """Flat memory; as of the last move, whose gradients there are, whatever was rebound since."""
+        same = self.moved or (last and self._flat.fits())
+        return self._flat.flats if same else self._flat.now()

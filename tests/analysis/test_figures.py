@@ -110,7 +110,12 @@ def test_radius_curves_carry_error_bars_and_theory(problems, tmp_path):
     legend = figures.radius_figure(bare).axes[0].get_legend()
     assert "second order" not in words_of(legend)
     plain = perturbation_curve(quadratic(rotated(torch.ones(4))), radii, ["random"])
-    written(figures.radius_figure(plain), tmp_path)
+    marked = written(figures.radius_figure(plain, rise=0.02), tmp_path).axes[0]
+    (stars,) = (line for line in marked.lines if line.get_marker() == "*")
+    assert stars.get_xdata().tolist() == plain.radii_at(0.02).tolist()
+    assert "loss rise 0.02" in words_of(marked.get_legend())
+    unreached = figures.radius_figure(plain, rise=1e6).axes[0]
+    assert not [line for line in unreached.lines if line.get_marker() == "*"]
 
 
 def test_the_trade_off_draws_every_lam(tmp_path):

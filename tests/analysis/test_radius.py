@@ -123,3 +123,22 @@ def test_sigma_is_the_radius_for_each_weight():
 def test_bad_input_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         perturbation_curve(quadratic(rotated(EIGENVALUES)), **{"radii": [1.0], **options})
+
+
+def test_radii_of_equal_rise_on_a_quadratic():
+    """At its minimum the loss rises by r² tr(H)/2d in random directions."""
+    problem = quadratic(rotated(EIGENVALUES.abs()), torch.zeros(8).double())
+    radii = [0.01, 0.1, 1.0, 10.0]
+    curve = perturbation_curve(problem, radii, kinds=["random"], directions=8)
+    expected = (2 * 8 * 0.05 / EIGENVALUES.abs().sum()).sqrt()
+    assert curve.radii_at(0.05).item() == pytest.approx(expected.item(), rel=1e-9)
+    assert curve.radii_at(1e6).isinf().all()
+    with pytest.raises(ValueError, match="rise must be above 0"):
+        curve.radii_at(0.0)
+
+
+def test_an_adversarial_perturbation_raises_the_loss_at_a_smaller_radius():
+    problem = quadratic(rotated(EIGENVALUES), AT)
+    curve = perturbation_curve(problem, torch.logspace(-3, 1, 30).tolist(), ["random", "sam"])
+    random, sam = curve.radii_at(0.1).tolist()
+    assert sam < random / 3

@@ -13,8 +13,9 @@ from steppe.lab import Comparison, Config, LabError, Tune, compare, engines
 from steppe.lab.comparison import costs
 from steppe.lab.data import wrap
 from steppe.lab.sentences import comparison_sentence
+from steppe.lab.specs import parse
 from steppe.lab.survival import survival_sentence
-from steppe.lab.tuning import Choice, _beyond
+from steppe.lab.tuning import RISES, Choice, _beyond, tune_all
 
 TINY = Config(steps=20, batch=64, train_size=200, label_noise=0.2, data_seed=None, eval_every=0)
 METHODS = ["sam:rho=.2", "sgd", "m-rwp:ratio=.9"]
@@ -190,16 +191,16 @@ def test_tuning_takes_the_best_of_validation_and_spares_the_seeds(store, monkeyp
     row = found.row("rwp")
     assert row.trials == len(trials)
     assert row.strength != "ratio 25"  # noise of fifty times the weights cannot be the best
-    assert row.chosen.startswith("best of")
+    assert "of 5 (" in row.chosen or "of 3 (" in row.chosen
     assert "Strengths were chosen on a validation split" in found.table()
     assert found.baseline.trials == 0
 
 
 def test_tuning_the_baseline_turns_weight_decay():
-    how = Tune(factors=(1, 2), seeds=1, baseline=True, extend=False)
+    how = Tune(factors=(1, 2), seeds=2, baseline=True, extend=False)
     config = TINY.replace(steps=3)
     found = compare(methods=["sgd"], seeds=1, config=config, tune=how, store=None, progress=False)
-    assert found.baseline.trials == 2
+    assert found.baseline.trials == 4
     assert found.baseline.results[0].config.weight_decay in (5e-4, 1e-3)
 
 
@@ -210,8 +211,81 @@ def test_the_grid_grows_where_its_edge_is_best():
 
 
 def test_how_a_strength_was_chosen():
-    from steppe.lab.specs import parse
-
     assert Choice(parse("sgd")).how == ""
     assert Choice(parse("rwp")).how == "default"
     assert Choice(parse("rwp:sigma=.1")).how == "given"
+
+
+class Trial:
+    """What tuning asks of a result: `gain` points above 80, another luck for every seed."""
+
+    higher_is_better = True
+
+    def __init__(self, config, gain):
+        self.status = "diverged" if gain is None else "finished"
+        self._score = 80 + (gain or 0) + 3 * (config.seed % 2)
+
+    def score(self, split):
+        assert split == "validation"
+        return self._score
+
+
+def tuned(text, gain_of, **options):
+    """The choice for a spec whose trial on a seed gains `gain_of(spec, seed)`."""
+    asked = []
+
+    def run(jobs, title):
+        asked.extend(jobs)
+        return [Trial(j.config, gain_of(parse(j.config.method), j.config.seed)) for j in jobs]
+
+    (choice,) = tune_all([parse(text)], TINY, Tune(**options), run)
+    return choice, [parse(job.config.method) for job in asked]
+
+
+@pytest.mark.parametrize(
+    "name", ["rwp", "arwp", "m-rwp", "m-arwp", "sam", "asam", "antithetic-rwp"]
+)
+def test_what_has_a_rise_is_tuned_over_the_same_five(name):
+    choice, asked = tuned(name, lambda spec, seed: spec.options.get("rise", 0.0))
+    rises = [spec.options["rise"] for spec in asked if "rise" in spec.options]
+    assert tuple(dict.fromkeys(rises)) == RISES
+    assert choice.spec.options == {"rise": 0.4}
+    assert choice.how == f"best of 5 ({len(asked)} trials)"
+
+
+def test_a_fixed_strength_is_tuned_over_its_multiples():
+    for text, kind in (("rwp:ratio=.4", "ratio"), ("msam", "rho"), ("sam:rho=.1", "rho")):
+        _, asked = tuned(text, lambda spec, seed: 0.0, extend=False)
+        assert {tuple(spec.options) for spec in asked} == {(kind,)}
+        values = sorted({spec.options[kind] for spec in asked})
+        assert values[-1] == pytest.approx(16 * values[0], rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["rwp", "rwp:rise=.1", "rwp:rise=.07", "msam", "rwp:ratio=.4"])
+def test_the_default_stays_unless_another_is_better_by_more_than_chance(text):
+    """One lucky seed of three: the mean difference is 0.9, its standard error 1."""
+    usual = parse(text).strength_for(None)
+
+    def own(spec):
+        return spec.strength_for(None) == usual
+
+    luck = {10_000: -0.1, 10_001: 2.9, 10_002: -0.1}
+    choice, _ = tuned(text, lambda spec, seed: 0 if own(spec) else luck[seed], extend=False)
+    assert choice.kept
+    assert own(choice.spec)
+    assert choice.how.startswith("kept, none better of ")
+    changed, _ = tuned(text, lambda spec, seed: 0 if own(spec) else 1.0 + 0.1 * (seed % 2))
+    assert not changed.kept
+    assert not own(changed.spec)
+
+
+def test_a_value_that_diverged_is_not_taken_and_a_default_that_did_is_left():
+    choice, _ = tuned("sam", lambda spec, seed: None if "rise" in spec.options else 0.0)
+    assert choice.kept
+    choice, _ = tuned("sam", lambda spec, seed: 0.0 if "rise" in spec.options else None)
+    assert choice.spec.options == {"rise": 0.02}
+
+
+def test_one_trial_says_nothing_about_chance():
+    with pytest.raises(LabError, match="2 or more seeds per value, got 1"):
+        Tune(seeds=1)

@@ -3,6 +3,7 @@ import pytest
 from steppe.lab import Config, LabError
 from steppe.lab.specs import parse
 from steppe.lab.sweeps import SEARCHES, parse_grid, search, sweep, with_values
+from steppe.lab.tuning import better
 
 TINY = Config(steps=10, batch=64, train_size=200, eval_every=0)
 
@@ -48,3 +49,14 @@ def test_validation_chooses_and_test_does_not(tmp_path):
     assert "Best" not in on_test.table()
     with pytest.raises(LabError, match="a best point is chosen on validation data"):
         on_test.best()
+
+
+def test_a_search_for_the_rise_keeps_the_method_as_it_is_unless_one_is_better(tmp_path):
+    config = TINY.replace(validation=0.3, method="rwp", steps=5)
+    found = sweep(config, search("rise"), seeds=2, store=tmp_path, progress=False)
+    first, *others = found.points
+    assert first.values == {}
+    assert [point.values["rise"] for point in others] == list(SEARCHES["rise"]["rise"])
+    gained = [p for p in others if better(p.results, first.results)]
+    assert (found.best() is first) == (not gained)
+    assert "as it is" in found.table()

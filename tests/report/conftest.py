@@ -32,6 +32,7 @@ def lab(tmp_path_factory):
             assert run(["analyze", "sharpness", *small, "--steps", "2"]) == 0
             both = [f"digits-{method}-seed?-*", "--samples", "48", "-q"]
             assert run(["analyze", "robustness", *both, "--draws", "2"]) == 0
+            assert run(["analyze", "ensemble", *small, "--draws", "2"]) == 0
     finally:
         os.chdir(before)
     return folder

@@ -108,6 +108,16 @@ def test_robustness_is_measured_on_test_data_beside_training_batches(capsys, in_
     assert "are not those of training" in says(capsys, *wrong, code=2)
 
 
+def test_an_ensemble_is_measured_on_test_data(capsys, in_lab):
+    stored = Result.load(a_run("sam").folder / "analysis" / "ensemble.npz")
+    test = problem_of(a_run("sam"), samples=48, split="test")
+    assert stored.origin["data_hash"] == test.describe()["data_hash"]
+    asked = ["analyze", "ensemble", a_run("sam").name, "--samples", "48", "--draws", "3"]
+    said = says(capsys, *asked, "--ratio", ".2")
+    assert re.search(r"NLL [\d.]+ -> [\d.]+, accuracy .* with 3 draws", said)
+    assert (Result.load(a_run("sam").folder / "analysis" / "ensemble.npz")).ratio == 0.2
+
+
 def test_the_problem_is_the_trained_model_on_fixed_samples(in_lab):
     found = a_run()
     whole = problem_of(found, samples=10_000)

@@ -10,12 +10,15 @@ import torch
 
 from steppe.analysis import Pruning, Result
 from steppe.lab.runs import Run
+from steppe.lab.sentences import comparison_sentence
+from steppe.lab.survival import survival_sentence
 from steppe.report import minima
 from steppe.report.gathered import Gathered
 from steppe.report.maps import contour, grid_of, heights_of
 from steppe.report.page import page
 from steppe.report.robustness import _charts
 from steppe.report.subjects import compared, find_comparison, find_results
+from steppe.report.summary import best_row, notices
 from steppe.report.svg import Scale, scale_for, shown
 
 EVIL = "<script>alert(1)</script>\"'&"
@@ -65,7 +68,8 @@ def test_every_section_is_there_and_the_markup_is_sound(gathered):
 
 def test_the_table_and_the_sentence_are_the_comparisons_own(gathered):
     words = " ".join(Checker(page(gathered)).words)
-    assert gathered.comparison.sentence() in words
+    assert comparison_sentence(gathered.comparison) in words
+    assert survival_sentence(gathered.comparison) in words
     for row in gathered.rows:
         mean = sum(row.values("test", "accuracy")) / 2
         assert f"{mean:.2f} ± " in words
@@ -116,26 +120,27 @@ def test_what_is_absent_is_named_with_its_command(in_lab):
 
 
 def test_what_users_write_stays_text(gathered):
-    rows = []
-    for row in gathered.rows:
-        results = tuple(
-            dataclasses.replace(
-                r,
-                config=dataclasses.replace(r.config, data=EVIL, recipe=EVIL),
-                data_note=EVIL,
-                environment={**r.environment, "processor": EVIL},
+    def written(words):
+        rows = []
+        for row in gathered.rows:
+            results = tuple(
+                dataclasses.replace(
+                    r,
+                    config=dataclasses.replace(r.config, data=words, recipe=words),
+                    data_note=words,
+                    environment={**r.environment, "processor": words},
+                )
+                for r in row.results
             )
-            for r in row.results
-        )
-        rows.append(dataclasses.replace(row, label=f"{EVIL}{row.label}", results=results))
-    config = gathered.comparison.config.replace(data=EVIL, model=EVIL)
-    evil = dataclasses.replace(gathered.comparison, config=config, rows=tuple(rows))
-    made = page(Gathered(evil, [EVIL]))
-    plain = Checker(page(gathered))
-    checked = Checker(made)
-    assert checked.count("script") == plain.count("script") == 2
-    assert EVIL in " ".join(checked.words)
-    assert [tag for tag, _ in checked.found] == [tag for tag, _ in plain.found]
+            rows.append(dataclasses.replace(row, label=f"{words}{row.label}", results=results))
+        config = gathered.comparison.config.replace(data=words, model=words)
+        made = dataclasses.replace(gathered.comparison, config=config, rows=tuple(rows))
+        return Checker(page(Gathered(made, [words])))
+
+    evil, harmless = written(EVIL), written("x" * len(EVIL))
+    assert evil.count("script") == 2
+    assert EVIL in " ".join(evil.words)
+    assert [tag for tag, _ in evil.found] == [tag for tag, _ in harmless.found]
 
 
 def test_a_run_folder_with_a_tag_in_its_name(gathered, tmp_path):
@@ -245,3 +250,64 @@ def test_analyses_of_other_samples_are_told_apart():
     told = minima.origin_words([same, other])
     assert told.startswith("Not measured alike: on 400 samples")
     assert "256 samples" in told
+
+
+def test_long_names_stand_in_a_key(gathered):
+    cost = page(gathered).partition('id="cost"')[2].partition("</section>")[0]
+    assert "data-pick" not in cost
+    assert ">SGD</text>" in cost
+    rows = [dataclasses.replace(r, label=f"{r.label} (lr 0.01, batch 8)") for r in gathered.rows]
+    long = dataclasses.replace(gathered.comparison, rows=tuple(rows))
+    cost = page(Gathered(long)).partition('id="cost"')[2].partition("</section>")[0]
+    assert cost.count("data-pick") == len(rows)
+    assert 'class="name"' not in cost
+
+
+def won(gathered, verdict, mean):
+    """The comparison as if every method had this difference."""
+    base, *rows = gathered.rows
+    rows = [
+        dataclasses.replace(
+            r, difference=dataclasses.replace(r.difference, verdict=verdict, mean=mean + i)
+        )
+        for i, r in enumerate(rows)
+    ]
+    return Gathered(dataclasses.replace(gathered.comparison, rows=(base, *rows)))
+
+
+def test_the_best_method_is_significantly_better_or_there_is_none(gathered):
+    assert best_row(won(gathered, "better", 1.0)).label == gathered.rows[-1].label
+    for verdict in ("worse", "no difference seen", "too few seeds"):
+        none = won(gathered, verdict, 1.0)
+        assert best_row(none) is None
+        assert "No method is significantly better than SGD" in page(none)
+
+
+def test_what_contradicts_the_methods_is_noticed(gathered):
+    """Metrics that got worse, minima that got sharper, changes that the baseline bears best."""
+    rows = []
+    for i, row in enumerate(gathered.rows):
+        results = [
+            dataclasses.replace(
+                r,
+                metrics={**r.metrics, "test": {**r.metrics["test"], "ece": 3.0 + 10 * i + k / 100}},
+            )
+            for k, r in enumerate(row.results * 3)
+        ]
+        rows.append(dataclasses.replace(row, results=tuple(results)))
+    spectra = gathered.analyses["spectrum"]
+    spectra[2] = spectra[0]
+    spectra.pop(3, None)
+    for i, size in enumerate((2.0, 1.0, 4.0)):
+        result = dataclasses.replace(spectra[i].result, largest=size)
+        spectra[i] = dataclasses.replace(spectra[i], result=result)
+    worse = dataclasses.replace(gathered.comparison, rows=tuple(rows))
+    made = Gathered(worse, store=gathered.store)
+    made.analyses["spectrum"] = spectra
+    said = " ".join(notices(made))
+    names = [row.label for row in gathered.rows]
+    assert (
+        f"Calibration (ECE %) got significantly worse: SGD 3.02, {names[1]} 13, {names[2]} 23"
+        in said
+    )
+    assert f"(SGD 2): lower for {names[1]} 1; higher for {names[2]} 4." in said

@@ -1,12 +1,15 @@
 """Every result draws itself; analyses of runs leave a picture beside their numbers."""
 
+from typing import get_args
+
 import pytest
 
-from steppe.analysis import Result, interpolate, robustness, sharpness, top_eigs
+from steppe.analysis import Result, ensemble, interpolate, robustness, sharpness, top_eigs
 from steppe.cli import run
 from steppe.lab.runs import Store
 from steppe.report import figure_of
 from steppe.report.analyses import load, problem_of
+from steppe.report.commands import Kind
 
 pytest.importorskip("matplotlib")
 
@@ -26,6 +29,7 @@ def results(lab):
     half = {name: value / 2 for name, value in problem.model.state_dict().items()}
     measured = [top_eigs(problem, k=2, tol=0.1), interpolate(problem, half, n=3)]
     measured += [sharpness(problem, steps=1, m=10), robustness(problem, draws=1)]
+    measured.append(ensemble(problem, samples=2))
     return {type(r): r for r in [*stored, *measured]}
 
 
@@ -55,7 +59,7 @@ def test_an_analysis_leaves_a_picture_and_says_where(capsys, in_lab):
     assert picture.exists()
 
 
-@pytest.mark.parametrize("kind", ["landscape", "spectrum", "radius"])
+@pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_figure_of_named_runs(capsys, in_lab, kind):
     names = [a_run("sgd").name, a_run("m-rwp").name]
     assert run(["figure", kind, *names, "-o", f"drawn-{kind}"]) == 0

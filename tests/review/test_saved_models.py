@@ -210,3 +210,34 @@ def test_a_model_with_dropout_resumes_from_a_copy():
     perturber = steppe.attach(other, sgd(other), steppe.rwp(0.05))
     loss_fn(other(x), y).backward()
     assert perturber.stats()["passes_since_step"] == 1
+
+
+SETTINGS = (
+    "Method(name='arwp', passes=(Pass(perturbation=AdaptiveGaussian(sigma=0.01, ratio=None, isotropic=False, "
+    "eta=0.1, beta=0.99, exponent=0.25), weight=1.0, stream=None, sign=1.0, fresh=False),), feed='one', "
+    "same_batch=False, m=None, defaults=None)"
+)
+
+
+def test_a_state_of_version_01_loads():
+    """As saved there after two steps; history is in the order of the parameters' filters, as now."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    history = torch.tensor([5.8e-8, 3.8e-10, 1.5e-15, 2.9e-3, 5.6e-4, 4.8e-2, 4.8e-2, 9.4e-3])
+    named = [[name, list(param.shape)] for name, param in model.named_parameters()]
+    state = {
+        "format": 1,
+        "method": "arwp",
+        "settings": SETTINGS,
+        "seed": 7,
+        "step": 2,
+        "incomplete": 0,
+        "parameters": named,
+        "states": [{"history": [history]}],
+    }
+    perturber = steppe.attach(model, sgd(model), steppe.arwp(0.01))
+    with pytest.warns(UserWarning, match="drew other noise for a seed") as said:
+        perturber.load_state_dict(state)
+    assert len(said) == 1
+    found = perturber.state_dict()
+    assert torch.equal(found["states"][0]["history"][0], history)
+    assert (found["step"], found["seed"], found["noise"]) == (2, 7, 2)

@@ -5,6 +5,7 @@ import math
 from steppe.lab.results import Result
 from steppe.lab.specs import parse
 from studies.evidence import Evidence, Line
+from studies.findings import CHANGES
 from studies.plan import make_plan
 
 LEVELS = {"sgd": 80.0, "sam": 82.0, "rwp": 83.0, "arwp": 83.0, "m-rwp": 81.0, "m-arwp": 82.1}
@@ -66,6 +67,9 @@ def made_up_line(entry, minima=False):
             found["radius"] = {"radii": [0.1, 1.0, 10.0], "loss": losses, "error": losses}
             found["radius"] |= {"base": 1.0, "batch": 128, "directions": 8}
             found["radius"] |= {"kinds": ["random", "sam"]}
+    if entry.robust:
+        lost = {change: (i + 1) * (90 - score) for i, change in enumerate(CHANGES)}
+        found["robustness"] = {"none": score, **{name: score - d for name, d in lost.items()}}
     return Line(entry.label, result, curves, found)
 
 

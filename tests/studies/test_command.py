@@ -116,7 +116,8 @@ def test_every_definition_holds_together(name, tmp_path):
         assert (config.threads, config.device) == (1, "cpu")
         assert config.recompute_norm
         entries = plan.of(setting, "defaults")
-        assert len(entries) == setting.seeds * (len(setting.methods) + len(setting.controls))
+        names = (*setting.methods, *setting.large, *setting.controls)
+        assert len(entries) == setting.seeds * len(names)
         doubled = [e.config for e in entries if e.name == "SGD, batch doubled"]
         assert all((c.batch, c.steps) == (2 * config.batch, config.steps) for c in doubled)
         assert len({entry.label for entry in plan.entries}) == len(plan.entries)

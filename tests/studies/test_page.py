@@ -11,7 +11,7 @@ from steppe.lab.published import CIFAR, IMAGENET
 from steppe.lab.statistics import half_width, mean_std
 from studies.definitions import STUDIES
 from studies.evidence import Evidence
-from studies.findings import CHANGES, PAPER_ORDER, Claim, Findings, primary_claims
+from studies.findings import CHANGES, OURS, PAPER_ORDER, Claim, Findings, primary_claims
 from studies.page import compose, write_page
 from studies.plan import make_plan
 from studies.questions import EARLIER, PRIMARY
@@ -94,17 +94,18 @@ def test_holm_corrects_the_primary_comparisons_and_the_others_apart(full):
     findings = Findings(study, full)
     (setting,) = study.settings
     primary = list(primary_claims(setting))
-    assert len(primary) == 4 + 1 + 2 * 2 * len(CHANGES)
+    assert len(primary) == 4 + 1 + len(OURS) * 2 * len(CHANGES)
     known = [claim for claim in primary if claim in findings.differences]
-    assert len(known) == 4 + 1  # nothing was rounded or pruned
-    # Secondary: SAM and 6 controls against SGD, 5 pairs; tuned 5 methods, 1 control, 6 pairs.
-    assert len(findings.differences) - len(known) == 7 + 5 + 6 + 6
+    assert known == primary
+    # Secondary: SAM, two at rise 0.2 and 6 controls against SGD, 5 pairs; tuned 5 methods, 1 control,
+    # 6 pairs.
+    assert len(findings.differences) - len(known) == 9 + 5 + 6 + 6
     claim = Claim("mlp", "defaults", "m-ARWP", "SAM")
     assert claim in known
     mean, std = mean_std(findings.pairs(claim))
     difference = findings.differences[claim]
     assert difference.low95 == pytest.approx(mean - half_width(std, 6))
-    assert difference.smallest == pytest.approx(half_width(std, 6, 0.05 / 5))
+    assert difference.smallest == pytest.approx(half_width(std, 6, 0.05 / len(primary)))
 
 
 def test_tuned_rows_show_the_chosen_strength(text):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,12 @@ from steppe.lab.jobs import Stopped
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config
+from studies.definitions import CONTROLS
 from studies.evidence import Evidence
+from studies.findings import CHANGES
 from studies.plan import make_plan
 from studies.runner import Limits, run_study
+from tests.studies.made_up import made_up_line
 from tests.studies.tiny import rich, tiny
 
 RUNS = 2 * 6 + 4 + 2 * 3 + 2 * 2 * 3 - 2 * 2 + 2
@@ -259,6 +263,31 @@ def test_minima_are_measured_before_the_weights_go(tmp_path):
     assert sgd["radius"]["kinds"] == ["random", "sam"]
     assert control["adaptive_sharpness"] > 0
     assert "landscape" not in control
+    assert "robustness" not in control
+    for name in ("SGD", "ARWP (rise 0.2)"):
+        left = lines[f"mlp defaults {name} seed 0"]["robustness"]
+        assert set(left) == {"none", *CHANGES}  # no BatchNorm, so once
+        assert all(0 <= value <= 100 for value in left.values())
+    assert lines["mlp defaults ARWP (rise 0.2) seed 0"]["average_sharpness"] is not None
+
+
+def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_path):
+    study = tiny(minima=True, seeds=1)
+    folder = evidence(tmp_path)
+    plan = make_plan(study, folder)
+    sgd, control = (next(e for e in plan.entries if e.name == n) for n in ("SGD", CONTROLS[0].name))
+    folder.folder.mkdir(exist_ok=True)
+    for entry in (sgd, control):
+        folder.append(replace(made_up_line(entry), minima={}))
+    missing = {entry.run for entry in plan.missing(evidence(tmp_path))}
+    assert sgd.run in missing
+    assert control.run not in missing
+    folder.append(made_up_line(sgd))
+    again = evidence(tmp_path)
+    assert again.find(sgd.run).minima["robustness"]
+    assert sgd.run not in {entry.run for entry in plan.missing(again)}
+    folder.append(replace(made_up_line(sgd), minima={}))
+    assert evidence(tmp_path).find(sgd.run).complete
 
 
 def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_path, monkeypatch):
@@ -288,5 +317,6 @@ def test_a_model_that_cannot_be_measured_does_not_end_the_study(tmp_path, monkey
     study = tiny(minima=True)
     run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
     lines = evidence(tmp_path).lines.values()
-    assert len(lines) == 6
-    assert all(line.minima == {"failed": "the loss is not finite"} for line in lines)
+    assert len(lines) == 7
+    assert all(line.minima["failed"] == "the loss is not finite" for line in lines)
+    assert sum("robustness" in line.minima for line in lines) == 3

@@ -2,7 +2,7 @@
 
 from steppe.lab.recipes import recipe
 from steppe.lab.tuning import Tune
-from studies.definitions import CONTROLS, SWEEPS, Setting, Study
+from studies.definitions import CONTROLS, LARGE, SWEEPS, Setting, Study
 
 CONFIG = recipe("digits").replace(
     steps=8, threads=1, device="cpu", track_train=True, recompute_norm=True, eval_every=1
@@ -18,11 +18,13 @@ def tiny(minima=False, steps=8, seeds=2):
         0.1,
         methods=("sgd", "arwp"),
         controls=CONTROLS[:4],
-        tune=Tune(factors=(0.5, 1.0), seeds=1, extend=False, baseline=True),
+        tune=Tune(factors=(0.5, 1.0), seeds=1, extend=False, baseline=True, keep=False),
         tuned_controls=CONTROLS[1:2],
         lengths=("sgd", "arwp"),
         sweeps={"strength": ("rwp", {"ratio": (0.3, 0.6)})},
         sweep_seeds=1,
+        large=("arwp:rise=0.2",) if minima else (),
+        robust=minima,
         minima=minima,
     )
     return Study("tiny", "Tiny", ((setting,),), cut=("Nothing else.",))
@@ -41,6 +43,8 @@ def rich(seeds=6, minima=False):
         lengths=("sgd", "arwp"),
         sweeps=SWEEPS,
         sweep_seeds=2,
+        large=LARGE if minima else (),
+        robust=minima,
         minima=minima,
     )
     return Study("rich", "Rich", ((setting,),), cut=("Nothing else.",))

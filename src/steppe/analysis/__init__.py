@@ -1,5 +1,5 @@
-"""See the landscape (loss surfaces, Hessian spectra, radius curves, sharpness), and what survives
-rounding, pruning and noise.
+"""See the landscape (loss surfaces, Hessian spectra, radius curves, sharpness), what survives rounding,
+pruning and noise, and what averaging over noise gains.
 
 Every analysis takes a `Problem` and gives a frozen result that saves to `.npz` and loads back.
 """
@@ -22,6 +22,7 @@ from steppe.analysis.changes import (
     WeightNoise,
 )
 from steppe.analysis.eigs import Eigenvalues, top_eigs
+from steppe.analysis.ensemble import Ensemble, ensemble
 from steppe.analysis.landscape import Landscape, Line, interpolate, landscape
 from steppe.analysis.problem import Problem
 from steppe.analysis.progress import Cost, estimate
@@ -38,6 +39,7 @@ __all__ = [
     "Contrast",
     "Cost",
     "Eigenvalues",
+    "Ensemble",
     "InputNoise",
     "Landscape",
     "Line",
@@ -51,6 +53,7 @@ __all__ = [
     "Spectrum",
     "TwoOfFour",
     "WeightNoise",
+    "ensemble",
     "estimate",
     "interpolate",
     "landscape",

@@ -52,6 +52,37 @@ class RadiusCurve(Result):
         """The radii as isotropic standard deviations: `radius / sqrt(d)`."""
         return self.radii / math.sqrt(self.origin["parameters"])
 
+    def radii_at(self, rise: float) -> Tensor:
+        """For each kind, the radius at which the mean loss lies `rise` above `base`: equal effect.
+
+        Between the radii measured along a power law; infinite where none of them reaches it.
+        """
+        if not rise > 0:
+            raise ValueError(f"rise must be above 0, got {rise}.")
+        rises = (self.loss - self.base).tolist()
+        known = [[None if math.isnan(x) else x for x in row] for row in rises]
+        found = [radius_at(self.radii.tolist(), row, rise) for row in known]
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def radius_at(radii: Sequence[float], rises: Sequence[float | None], rise: float) -> float:
+    """Where the loss has first risen so far, between radii along a power law; else infinity.
+
+    >>> round(radius_at([0.1, 1.0, 10.0], [0.01, 1.0, 100.0], 0.25), 3)
+    0.5
+    """
+    before: tuple[float, float] | None = None
+    for radius, found in zip(radii, rises, strict=True):
+        if found is None or found >= rise:
+            if before is None or found is None:
+                return radius
+            part = (rise - before[1]) / (found - before[1])
+            if before[1] > 0:
+                part = math.log(rise / before[1]) / math.log(found / before[1])
+            return float(before[0] * (radius / before[0]) ** part)
+        before = (radius, found)
+    return math.inf
+
 
 def perturbation_curve(
     problem: Problem,

@@ -10,13 +10,13 @@ from steppe import methods
 from steppe.methods import Method
 from steppe.perturber import Perturber
 
-OPTIONS = ("seed", "exclude", "on_incomplete", "passes_over", "noise", "ascent")
+OPTIONS = ("seed", "exclude", "include_frozen", "on_incomplete", "passes_over", "noise", "ascent")
 """Options of `attach` that are the user's; the framework knows the others."""
 
 
 NAMES = (
     *("sgd", "rwp", "arwp", "m_rwp", "m_arwp", "sam", "asam"),
-    *("msam", "lpf_sgd", "antithetic_rwp"),
+    *("msam", "lpf_sgd", "antithetic_rwp", "flat_lora"),
 )
 
 

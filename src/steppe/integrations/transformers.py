@@ -57,7 +57,7 @@ class Perturb(TrainerCallback, ExportableState):
         method: `steppe.arwp()`, `steppe.m_arwp(ratio=0.3)`, … or by name, as configuration files
             write it: "arwp:ratio=0.1". A schedule without a length (`cosine_increase(0, 0.01)`) gets
             the Trainer's `max_steps`.
-        options: of `steppe.attach`: seed, exclude, on_incomplete, passes_over, noise, ascent.
+        options: of `steppe.attach`: seed, exclude, include_frozen, on_incomplete, passes_over, noise, ascent.
 
     `perturber` is the perturber at work; its state is saved in `trainer_state.json`.
     """

@@ -53,7 +53,7 @@ COMMANDS = {
     "analyze": Entry(
         "report.analyze",
         "Analyze",
-        "Measure landscape, spectrum, radius curve, sharpness or robustness of finished runs",
+        "Measure landscape, spectrum, radius, sharpness, robustness or an ensemble of finished runs",
     ),
     "figure": Entry("report.commands", "Figures", "Draw a figure from stored runs, as PNG and SVG"),
     "report": Entry(

@@ -20,8 +20,8 @@ from steppe.lab.errors import LabError
 from steppe.lab.options import Maybe, Quiet, Repeated, Words
 from steppe.lab.recipes import recipe
 from steppe.lab.runs import DEFAULT_STORE, Store
-from steppe.lab.specs import PAPER
 from steppe.lab.specs import parse as parse_spec
+from steppe.lab.specs import usual_methods
 from steppe.lab.tables import terminal_width
 from steppe.lab.tuning import Tune
 
@@ -176,13 +176,14 @@ class Shared(Config):
 class Compare:
     """Train several methods on several seeds and report which differ.
 
-    Without options: the paper's six methods on the recipe `digits`. Each seed gives all methods
-    the same initial weights and data order. Finished runs are reused.
+    Without options: the paper's six methods at default strengths (for safety) and arwp:rise=0.2 (for
+    compression) on the recipe `digits`. Each seed gives all methods the same initial weights and data
+    order. Finished runs are reused.
     Example: steppe compare sgd sam:rho=.1 arwp:ratio=.6,eta=1 --recipe cifar10-small --seeds 5
     """
 
     methods: Annotated[Positional[Words], tyro.conf.arg(metavar="[METHOD ...]")] = ()
-    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp."""
+    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp arwp:rise=0.2 (never tuned; not with --no-robustness)."""
     recipe: Maybe[str] = None
     """Start from this recipe. Not given: digits; none where --data, --model or --config is given."""
     config: Maybe[Path] = None
@@ -207,7 +208,8 @@ class Compare:
         from steppe.lab.comparison import compare
 
         self.running.check()
-        methods = [self._spec(text) for text in self.methods or PAPER]
+        usual = usual_methods(robustness=self.robustness)
+        methods = [self._spec(text) for text in self.methods or usual]
         if self.like is not None:
             methods = [*methods_of(self.like), *map(self._spec, self.methods)]
         result = compare(
@@ -252,7 +254,7 @@ class Swept(Config):
 class SweepGrid:
     """Train a grid over any settings and method options.
 
-    The paper's searches by name, or a grid of your own. With --validation 0.2 the best point is
+    A search by name, or a grid of your own. With --validation 0.2 the best point is
     named; without it the test metric is shown and no point is chosen.
     Example: steppe sweep digits --method arwp --over eta=.01,.1,1 --over ratio=.3,.6
     """
@@ -262,7 +264,7 @@ class SweepGrid:
     over: Repeated = ()
     """NAME=VALUE,VALUE,…: a setting or an option of the method. Repeatable."""
     search: Maybe[str] = None
-    """One of the paper's searches: rho, rho-vit, sigma, eta-beta, sigma-lam."""
+    """rise, or one of the paper's searches: rho, rho-vit, sigma, eta-beta, sigma-lam."""
     config: Maybe[Path] = None
     """Start from a TOML or JSON file of settings."""
     set: Repeated = ()

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,7 +218,7 @@ def read_config(file: Path) -> Config:
     except OSError as error:
         raise LabError(f"cannot read the config file {file}: {error.strerror}.") from None
     try:
-        values = json.loads(text) if file.suffix == ".json" else _parse_toml(text)
+        values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise LabError(f"{file} is not valid {file.suffix.lstrip('.').upper()}: {error}.") from None
     if not isinstance(values, dict):
@@ -235,14 +235,6 @@ def settings(pairs: tuple[str, ...]) -> dict[str, str]:
             raise LabError(f"write a setting as NAME=VALUE, for example epochs=30; got {pair!r}.")
         found[name] = value
     return found
-
-
-def _parse_toml(text: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(text)
 
 
 def _digest(config: Config, *, without: set[str], **more: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from steppe.lab.compression import CHANGES, RECALIBRATION, name_of
 from steppe.lab.sentences import interval_words, metric_digits
+from steppe.lab.specs import LARGE
 from steppe.lab.statistics import ENOUGH, Difference, compare_all, mean_std
 from steppe.lab.tables import Table, join_words, signed
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from steppe.lab.results import Result
 
 UNCHANGED = "none"
+RANDOM = ("rwp", "arwp", "m-rwp", "m-arwp")
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:
     sentence = survival_sentence(comparison)
     about = (
         "Weights of two or more dimensions without embeddings: rounded to nearest, symmetric, one scale "
-        "per filter; or the smallest of each tensor set to zero. Differences are paired by seed, with "
+        "per filter, 2^bits - 1 levels (2 bits would be three); or the smallest of each tensor set to zero. Differences are paired by seed, with "
         "t-intervals at the level of Holm's test over all cells of this table."
     )
     if several:
@@ -214,4 +216,8 @@ def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:
             f" Recalibrated: BatchNorm statistics recomputed after the change from up to {RECALIBRATION} "
             "training samples, augmented as in training."
         )
-    return (*([sentence] if sentence else []), about)
+    notes = (*([sentence] if sentence else []), about)
+    ours = [row.strength for row in comparison.rows if row.spec.partition(":")[0] in RANDOM]
+    if ours and "rise 0.2" not in ours:
+        notes += (f"The setting for compression is not in this table: add {LARGE}.",)
+    return notes

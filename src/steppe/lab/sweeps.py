@@ -22,22 +22,25 @@ from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.specs import option_names, parse
 from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Format, Table
+from steppe.lab.tuning import RISES, better
 
 Grid = Mapping[str, Sequence[object]]
 
 SEARCHES: dict[str, Grid] = {
+    "rise": {"rise": RISES},
     "rho": {"rho": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)},
     "rho-vit": {"rho": (0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5)},
     "sigma": {"sigma": (0.005, 0.01, 0.015, 0.02)},
     "eta-beta": {"eta": (0.01, 0.1, 1), "beta": (0.9, 0.99, 0.999)},
     "sigma-lam": {"sigma": (0.005, 0.01, 0.015, 0.02), "lam": (0.1, 0.3, 0.5, 0.7, 0.9)},
 }
-"""The paper's searches, and its sensitivity studies (Figure 4)."""
+"""The search for a rise, the paper's searches, and its sensitivity studies (Figure 4)."""
+UNCHANGED = "as it is"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values, over all seeds."""
+    """One combination of values, over all seeds; no values: the method as it stands."""
 
     values: dict[str, object]
     results: tuple[Result, ...]
@@ -55,7 +58,11 @@ class Sweep:
     split: str
 
     def best(self) -> Point:
-        """The point with the best mean; only a sweep on validation data may choose."""
+        """The point with the best mean; only a sweep on validation data may choose.
+
+        In a search for the rise alone, the method as it stands unless the best is better by more than
+        the standard error of the paired difference (with several seeds).
+        """
         if self.split != "validation":
             raise LabError("a best point is chosen on validation data: sweep with validation=0.2.")
         up = self.points[0].results[0].higher_is_better
@@ -66,22 +73,29 @@ class Sweep:
                 return -math.inf
             return mean if up else -mean
 
-        return max(self.points, key=score)
+        usual, *others = self.points
+        if usual.values or len(usual.results) < 2:
+            return max(self.points, key=score)
+        return max(
+            (point for point in others if better(point.results, usual.results)),
+            key=score,
+            default=usual,
+        )
 
     def table(self, form: Format = "text", width: int | None = None) -> str:
         """One row per point; text in lines of at most `width`, if given."""
         metric = self.points[0].results[0].metric
-        names = tuple(self.points[0].values)
+        names = tuple(self.points[-1].values)
         rows = []
         for point in self.points:
             scores = point.scores(self.split)
             shown = mean_words(scores, ".4g", ".2g") if scores else "diverged"
-            values = tuple(str(value) for value in point.values.values())
+            values = tuple(str(point.values.get(name, UNCHANGED)) for name in names)
             rows.append((*values, shown, str(len(scores))))
         note: tuple[str, ...] = ()
         if self.split == "validation":
             best = ", ".join(f"{name}={value}" for name, value in self.best().values.items())
-            note = (f"Best on the validation split: {best}.",)
+            note = (f"Best on the validation split: {best or UNCHANGED}.",)
         data, model = shown_name(self.config.data), shown_name(self.config.model)
         title = f"{data}, {model}, {self.config.method}"
         header = (*names, f"{self.split} {metric}", "n")
@@ -126,9 +140,11 @@ def sweep(
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]
+    if set(grid) == {"rise"}:
+        combinations.insert(0, {})  # a search for the strength begins with what there is
     work = []
     for values in combinations:
-        about = " ".join(f"{name} {value}" for name, value in values.items())
+        about = " ".join(f"{name} {value}" for name, value in values.items()) or UNCHANGED
         point = with_values(config, values)
         work += [Job(f"{about} seed {seed}", point.replace(seed=seed)) for seed in numbers]
     results = run_all(

@@ -4,48 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from steppe.lab.config import Config
 from steppe.lab.errors import LabError
-from steppe.lab.specs import Spec
+from steppe.lab.specs import Spec, option_names
+from steppe.lab.statistics import mean_std
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from steppe.lab.jobs import Job
-    from steppe.lab.problems import Sources
     from steppe.lab.results import Result
 
     Run = Callable[[Sequence[Job], str], list[Result]]
     """From trials and a title for them to their results, in order."""
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+RISES = (0.02, 0.05, 0.1, 0.2, 0.4)
 FIRST_SEED = 10_000
 """Tuning seeds begin here, apart from those that are reported."""
 
 
 @dataclass(frozen=True)
 class Tune:
-    """How strengths are chosen: by the best mean on a validation split, the smaller in a tie."""
+    """How strengths are chosen, on a validation split: the best mean, the smaller in a tie."""
 
+    rises: tuple[float, ...] = RISES
+    """The grid of methods without a given strength, or with a rise: loss rises, the same everywhere."""
     factors: tuple[float, ...] = FACTORS
-    """The grid: multiples of each method's own strength."""
-    seeds: int = 2
+    """The grid of the others: multiples of a fixed strength."""
+    seeds: int = 3
     """Runs per value, with seeds that are not reported."""
     validation: float = 0.2
     """The fraction of the training data held out to choose by (with its noisy labels)."""
     extend: bool = True
-    """If the best value is at the edge of the grid, try two more beyond it, once."""
+    """If the best multiple is at the edge of the grid, try two more beyond it, once."""
     baseline: bool = False
     """Also tune the baseline's weight decay."""
+    keep: bool = True
+    """Keep what the method has without tuning, unless another value is better by more than the standard
+    error of the paired difference over the seeds."""
 
     def __post_init__(self) -> None:
-        if not self.factors or min(self.factors) <= 0:
-            raise LabError(f"tuning needs factors above 0, at least one; got {self.factors}.")
-        if self.seeds < 1:
-            raise LabError(f"tuning needs at least one seed per value, got {self.seeds}.")
+        for name, grid in (("factors", self.factors), ("rises", self.rises)):
+            if not grid or min(grid) <= 0:
+                raise LabError(f"tuning needs {name} above 0, at least one; got {grid}.")
+        if self.seeds < 1 + self.keep:
+            raise LabError(
+                f"tuning needs {1 + self.keep} or more seeds per value, got {self.seeds}."
+                + " One seed has no standard error; with keep off the best mean wins." * self.keep
+            )
         if not 0 < self.validation < 1:
             raise LabError(f"tuning's validation must be between 0 and 1, got {self.validation}.")
 
@@ -58,78 +66,118 @@ class Choice:
     scores: Mapping[float, float] = field(default_factory=dict)
     """Mean validation metric by strength."""
     trials: int = 0
+    kept: bool = False
+    """Whether no value was better than what the method has without tuning."""
 
     @property
     def how(self) -> str:
-        """`best of 5 (10 trials)`, `given` or `default`; empty for the baseline."""
+        """`best of 5 (15 trials)`, `kept`, `given` or `default`; empty for the baseline."""
         if self.scores:
-            return f"best of {len(self.scores)} ({self.trials} trials)"
+            words = "kept, none better" if self.kept else "best"
+            return f"{words} of {len(self.scores)} ({self.trials} trials)"
         if self.spec.strength is not None:
             return "given"
         return "default" if self.spec.strength_for(None) else ""
 
 
-def tune_all(
-    specs: Sequence[Spec], config: Config, how: Tune, run: Run, sources: Sources | None = None
-) -> list[Choice]:
+@dataclass(frozen=True)
+class _Search:
+    """What is turned for one spec. `usual` is the value without tuning: None, as the spec stands."""
+
+    spec: Spec
+    knob: str
+    grid: tuple[float, ...]
+    usual: float | None
+    extends: bool
+
+    def trial(self, value: float | None) -> Spec:
+        if value is None:
+            return self.spec
+        if self.knob == "weight_decay":
+            return replace(self.spec, fields={**self.spec.fields, self.knob: value})
+        return self.spec.with_options(**{self.knob: value})
+
+    def choice(self, found: Mapping[float | None, Sequence[Result]], how: Tune) -> Choice:
+        scores = {value: _score(runs) for value, runs in found.items() if value is not None}
+        trials = sum(map(len, found.values()))
+        if not how.keep:
+            return Choice(self.trial(_best(scores)), scores, trials)
+        usual = found[self.usual]
+        others = {v: s for v, s in scores.items() if v != self.usual and better(found[v], usual)}
+        value = _best(others) if others else self.usual
+        return Choice(self.trial(value), scores, trials, kept=not others)
+
+
+def tune_all(specs: Sequence[Spec], config: Config, how: Tune, run: Run) -> list[Choice]:
     """The choice for each spec; test data plays no part. `run` gives the results of trials."""
     config = config.replace(
         validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
     )
     from steppe.lab.jobs import Job
 
-    model = None
-    if any(spec.strength is None and spec.strength_for(None) for spec in specs):
-        model = _new_model(config, sources)
-    knobs = [_knob(spec, spec.strength_for(model), config, how) for spec in specs]
-    grids: list[tuple[float, ...]] = [
-        () if knob is None else tuple(_round(knob[1] * factor) for factor in how.factors)
-        for knob in knobs
-    ]
-    scores: list[dict[float, float]] = [{} for _ in specs]
-    for round_number in range(2 if how.extend else 1):
+    searches = [_search(spec, config, how) for spec in specs]
+    grids: list[list[float | None]] = [_values(search, how) for search in searches]
+    found: list[dict[float | None, list[Result]]] = [{} for _ in specs]
+    for title in ("tuning", "tuning, edges")[: 1 + how.extend]:
         jobs, places = [], []
-        for i, (spec, knob) in enumerate(zip(specs, knobs, strict=True)):
+        for i, search in enumerate(searches):
             for value in grids[i]:
-                assert knob is not None  # no knob, no grid
+                assert search is not None  # no search, no grid
                 for seed in range(FIRST_SEED, FIRST_SEED + how.seeds):
-                    trial = _with_knob(spec, knob[0], value).apply(config.replace(seed=seed))
-                    jobs.append(Job(f"{spec.name} {knob[0]} {value:g} seed {seed}", trial))
+                    trial = search.trial(value).apply(config.replace(seed=seed))
+                    words = "as it is" if value is None else f"{search.knob} {value:g}"
+                    jobs.append(Job(f"{search.spec.name} {words} seed {seed}", trial))
                     places.append((i, value))
-        results = run(jobs, "tuning" if round_number == 0 else "tuning, edges")
-        for i, value in dict.fromkeys(places):
-            runs = [r for place, r in zip(places, results, strict=True) if place == (i, value)]
-            scores[i][value] = _score(runs)
-        grids = [_beyond(found) for found in scores]
+        for (i, value), result in zip(places, run(jobs, title), strict=True):
+            found[i].setdefault(value, []).append(result)
+        grids = [_edges(search, runs) for search, runs in zip(searches, found, strict=True)]
     return [
-        _choice(spec, knob[0], found, how) if knob else Choice(spec)
-        for spec, knob, found in zip(specs, knobs, scores, strict=True)
+        search.choice(runs, how) if search else Choice(spec)
+        for spec, search, runs in zip(specs, searches, found, strict=True)
     ]
 
 
-def _new_model(config: Config, sources: Sources | None) -> nn.Module:
-    import torch
-
-    from steppe.lab.problems import Sources, load_problem
-
-    with torch.random.fork_rng(devices=[]):
-        return load_problem(config, sources or Sources()).model
-
-
-def _knob(
-    spec: Spec, strength: tuple[str, float] | None, config: Config, how: Tune
-) -> tuple[str, float] | None:
-    """What is turned, and its middle value; None where nothing is."""
-    if strength is not None and strength[1] > 0:
-        return strength
-    decay = float(spec.fields.get("weight_decay", config.weight_decay))
-    return ("weight_decay", decay) if how.baseline and decay > 0 else None
+def _search(spec: Spec, config: Config, how: Tune) -> _Search | None:
+    """A rise where the method has one and no fixed strength is given; else multiples of what it has."""
+    given = spec.strength
+    if "rise" in option_names(spec.name) and (given is None or given[0] == "rise"):
+        own = given or spec.strength_for(None)
+        usual = own[1] if own and own[0] == "rise" else None
+        return _Search(spec, "rise", how.rises, usual, extends=False)
+    knob = given or spec.strength_for(None)
+    if knob is None or knob[1] <= 0:
+        decay = float(spec.fields.get("weight_decay", config.weight_decay))
+        if not how.baseline or decay <= 0:
+            return None
+        knob = "weight_decay", decay
+    grid = tuple(knob[1] if f == 1 else _round(knob[1] * f) for f in how.factors)
+    return _Search(spec, knob[0], grid, knob[1], extends=True)
 
 
-def _with_knob(spec: Spec, knob: str, value: float) -> Spec:
-    if knob == "weight_decay":
-        return Spec(spec.name, spec.options, {**spec.fields, knob: value})
-    return spec.with_options(**{knob: value})
+def _values(search: _Search | None, how: Tune) -> list[float | None]:
+    if search is None:
+        return []
+    extra = [search.usual] if how.keep and search.usual not in search.grid else []
+    return [*search.grid, *extra]
+
+
+def _edges(
+    search: _Search | None, found: Mapping[float | None, Sequence[Result]]
+) -> list[float | None]:
+    if search is None or not search.extends:
+        return []
+    return list(_beyond({v: _score(runs) for v, runs in found.items() if v is not None}))
+
+
+def better(new: Sequence[Result], old: Sequence[Result]) -> bool:
+    """Whether the validation metric gains more than the standard error of the paired difference."""
+    if any(run.status == "diverged" for run in (*new, *old)):
+        return all(run.status != "diverged" for run in new)
+    sign = 1 if new[0].higher_is_better else -1
+    pairs = zip(new, old, strict=True)
+    gains = [sign * (a.score("validation") - b.score("validation")) for a, b in pairs]
+    mean, std = mean_std(gains)
+    return len(gains) > 1 and mean > std / math.sqrt(len(gains))
 
 
 def _score(runs: Sequence[Result]) -> float:
@@ -156,10 +204,6 @@ def _beyond(scores: Mapping[float, float]) -> tuple[float, ...]:
     if best == values[0]:
         return _round(best / ratio), _round(best / ratio**2)
     return ()
-
-
-def _choice(spec: Spec, knob: str, scores: dict[float, float], how: Tune) -> Choice:
-    return Choice(_with_knob(spec, knob, _best(scores)), scores, len(scores) * how.seeds)
 
 
 def _round(value: float) -> float:

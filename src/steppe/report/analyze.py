@@ -19,7 +19,7 @@ from steppe.lab.runs import DEFAULT_STORE, Run
 
 # What measures is imported where it is used: `--help` must not wait for torch.
 if TYPE_CHECKING:
-    from steppe.analysis import Cost, Problem, Result
+    from steppe.analysis import Cost, Problem
 
 logger = logging.getLogger("steppe")
 
@@ -54,12 +54,17 @@ class Analysis(ABC):
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
 
     name: ClassVar[str]
+    function: ClassVar[str] = ""
+    """Its name in `steppe.analysis`, where it differs."""
 
-    @abstractmethod
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        """The analysis itself."""
+    def arguments(self, run: Run) -> dict[str, Any]:
+        """What the function takes beside the problem; by default the options of the command."""
+        return self.options()
+
+    def options(self) -> dict[str, Any]:
+        """The options that are not common to all analyses."""
+        every = asdict(self).items()
+        return {name: value for name, value in every if name not in ("runs", "common")}
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
@@ -72,17 +77,16 @@ class Analysis(ABC):
 
     def request(self) -> dict[str, Any]:
         """All that decides the outcome."""
-        own = {
-            name: value for name, value in asdict(self).items() if name not in ("runs", "common")
-        }
-        common = asdict(self.common)
-        return {"analysis": self.name, **own, **{n: common[n] for n in ("samples", "split", "bn")}}
+        common = {name: getattr(self.common, name) for name in ("samples", "split", "bn")}
+        return {"analysis": self.name, **self.options(), **common}
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
         from steppe.report.analyses import is_stored, perform, problem_of
         from steppe.report.outcomes import described
 
+        function = getattr(steppe.analysis, self.function or self.name)
+        progress = False if self.common.quiet else None
         subjects = self._subjects()
         todo = [
             run
@@ -99,8 +103,8 @@ class Analysis(ABC):
                 run,
                 self.stem,
                 self.request(),
-                lambda file, run=run, problem=problem: self.measure(  # type: ignore[misc]
-                    run, problem, file, False if self.common.quiet else None
+                lambda file, run=run, problem=problem: function(  # type: ignore[misc]
+                    problem, **self.arguments(run), checkpoint=file, progress=progress
                 ),
             )
             logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
@@ -167,15 +171,11 @@ class LandscapeOf(Analysis):
     """Seeds of the two directions."""
     name: ClassVar[str] = "landscape"
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        return {"n": self.n, "span": self.span, "seeds": self.directions}
+
     def cost(self, problem: Problem) -> Cost:
         return steppe.analysis.estimate(problem, forwards=self.n**2)
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.landscape(
-            problem, self.n, self.span, self.directions, checkpoint=checkpoint, progress=progress
-        )
 
 
 @dataclass(frozen=True)
@@ -193,18 +193,6 @@ class SpectrumOf(Analysis):
     def cost(self, problem: Problem) -> Cost:
         return steppe.analysis.estimate(
             problem, products=min(self.steps, problem.size) * self.probes
-        )
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.spectrum(
-            problem,
-            self.steps,
-            self.probes,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
         )
 
 
@@ -227,28 +215,13 @@ class RadiusOf(Analysis):
     seed: int = 0
     """Of the random directions."""
     name: ClassVar[str] = "radius"
+    function: ClassVar[str] = "perturbation_curve"
 
     def cost(self, problem: Problem) -> Cost:
         from steppe.analysis.radius import passes
 
         each = passes(self.kinds, min(self.directions, problem.size), self.steps)
         return steppe.analysis.estimate(problem, forwards=max(1, each * len(self.radii)))
-
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.perturbation_curve(
-            problem,
-            self.radii,
-            self.kinds,
-            self.batch,
-            directions=self.directions,
-            scale=self.scale,
-            steps=self.steps,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
-        )
 
 
 @dataclass(frozen=True)
@@ -279,22 +252,6 @@ class SharpnessOf(Analysis):
         forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
         return steppe.analysis.estimate(problem, forwards=forwards)
 
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        return steppe.analysis.sharpness(
-            problem,
-            self.rho,
-            self.case,
-            self.m,
-            adaptive=self.adaptive,
-            draws=self.draws,
-            steps=self.steps,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
-        )
-
 
 @dataclass(frozen=True)
 class RobustnessOf(Analysis):
@@ -311,6 +268,12 @@ class RobustnessOf(Analysis):
     """Of the noise."""
     name: ClassVar[str] = "robustness"
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        from steppe.report.analyses import recalibration_batches
+
+        batches = recalibration_batches(run, self.recalibration_samples)
+        return {"recalibrate": batches, **self.options()}
+
     def cost(self, problem: Problem) -> Cost:
         from steppe.analysis.robustness import forwards, standard_changes
         from steppe.batchnorm import tracked_norms
@@ -319,26 +282,30 @@ class RobustnessOf(Analysis):
         count = forwards(problem, standard_changes(problem), self.draws, recalibration)
         return steppe.analysis.estimate(problem, forwards=count)
 
-    def measure(
-        self, run: Run, problem: Problem, checkpoint: Path, progress: bool | None
-    ) -> Result:
-        from steppe.report.analyses import recalibration_batches
 
-        return steppe.analysis.robustness(
-            problem,
-            recalibrate=recalibration_batches(run, self.recalibration_samples),
-            recalibration_samples=self.recalibration_samples,
-            include=self.include,
-            draws=self.draws,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            progress=progress,
-        )
+@dataclass(frozen=True)
+class EnsembleOf(Analysis):
+    """Predictions averaged over weight noise beside the single model's, on test data by default."""
+
+    common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
+    ratio: float = 0.1
+    """Relative displacement of each filter."""
+    draws: int = 8
+    """Draws that are averaged; as many forwards a prediction."""
+    seed: int = 0
+    """Of the noise."""
+    name: ClassVar[str] = "ensemble"
+
+    def arguments(self, run: Run) -> dict[str, Any]:
+        return {"ratio": self.ratio, "samples": self.draws, "seed": self.seed}
+
+    def cost(self, problem: Problem) -> Cost:
+        return steppe.analysis.estimate(problem, forwards=self.draws + 1)
 
 
 @dataclass(frozen=True)
 class Analyze:
-    """Measure landscape, spectrum, radius curve, sharpness or robustness of finished runs.
+    """Measure landscape, spectrum, radius, sharpness, robustness or an ensemble of finished runs.
 
     Example: steppe analyze landscape digits-arwp-seed0; steppe analyze spectrum FILE.json
     """
@@ -350,6 +317,7 @@ class Analyze:
             | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
             | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
             | Annotated[RobustnessOf, tyro.conf.subcommand("robustness")]
+            | Annotated[EnsembleOf, tyro.conf.subcommand("ensemble")]
         ]
     ]
 

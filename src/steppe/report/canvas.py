@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Okabe & Ito (2008), in the order in which they are easiest to tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)), (0, (7, 2)))
-SURFACE = "cividis"
+SURFACE = "viridis"
 
 
 def panels(
@@ -49,13 +49,13 @@ def panels(
     return figure, axes[:count]
 
 
-def shared_legend(figure: Figure, axes: Sequence[Any]) -> None:
-    """One legend above all panels, of everything that any of them names."""
+def shared_legend(figure: Figure, axes: Sequence[Any], columns: int | None = None) -> None:
+    """One legend above all panels, of everything that any of them names, in one line by default."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(name, handle)
-    figure.legend(found.values(), found, loc="outside upper center", ncols=len(found))
+    figure.legend(found.values(), found, loc="outside upper center", ncols=columns or len(found))
 
 
 def line_style(index: int) -> dict[str, Any]:

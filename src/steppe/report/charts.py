@@ -4,15 +4,15 @@ dark and print; every series differs in mark and dash as well."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from steppe.report.svg import STYLES, Scale, dash, marker, number, path, scale_for, shown, tag, text
 
 WIDTH, HEIGHT = 480.0, 310.0
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 14.0, 46.0
-WIDE = 0.8
+LEFT, RIGHT, TOP, BOTTOM = 68.0, 14.0, 14.0, 46.0
+WIDE = 0.72
 """The width of a letter is about so much of its size; for judging what overlaps."""
 
 
@@ -93,10 +93,11 @@ def interval_chart(
     values = [v for r in rows for v in (r.mean, r.low, r.high, *r.values)] + [0.0] * zero
     x = scale_for(values, 14, WIDTH - RIGHT, margin=0.04)
     parts = [_x_axis(x, height - BOTTOM, TOP, x_label, height)]
-    if zero:
-        parts.append(tag("line", x1=x(0), x2=x(0), y1=TOP, y2=height - BOTTOM, class_="zero"))
     for i, row in enumerate(rows):
         top = TOP + step * i
+        if zero:  # below the name, which it would cross
+            at = {"x1": x(0), "x2": x(0), "y1": top + 19, "y2": top + step}
+            parts.append(tag("line", **at, class_="zero"))
         parts.append(_interval(row, x, top + 14, top + 29))
     return figure(parts, summary, height=height)
 
@@ -134,12 +135,12 @@ class Spot:
 
 
 def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: str) -> str:
-    """Named points with intervals; names are put where they cover nothing."""
+    """Points with intervals; names are put where they cover nothing, or left to a legend."""
     finite = [s for s in spots if math.isfinite(s.x) and math.isfinite(s.y)]
     ys = [v for s in finite for v in (s.y, s.low, s.high)]
     x = scale_for([s.x for s in finite] + [0.9], LEFT, WIDTH - RIGHT, margin=0.14)
     y = scale_for(ys, HEIGHT - BOTTOM, TOP)
-    taken = [(x(s.x) - 7, y(s.y) - 7, x(s.x) + 7, y(s.y) + 7) for s in finite]
+    taken = [(x(s.x) - 9, y(s.y) - 9, x(s.x) + 9, y(s.y) + 9) for s in finite]
     taken += [(x(s.x) - 5, y(s.high), x(s.x) + 5, y(s.low)) for s in finite if math.isfinite(s.low)]
     parts = [axes(x, y, x_label, y_label)]
     for spot in finite:
@@ -149,30 +150,39 @@ def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: st
             inner.append(tag("path", d=_bar(px, y(spot.low), y(spot.high)), class_="whisker"))
         title = f"{spot.name}: {shown(spot.y)} at {shown(spot.x, 3)}"
         inner.append(marker(px, py, spot.index, size=5.5, title=title))
-        lx, ly, anchor = _free_place(spot.name, px, py, taken)
-        inner.append(tag("text", text(spot.name), x=lx, y=ly, text_anchor=anchor, class_="name"))
+        if not needs_key(s.name for s in finite) and (at := _free_place(spot.name, px, py, taken)):
+            place = {"x": at[0], "y": at[1], "text_anchor": at[2]}
+            inner.append(tag("text", text(spot.name), **place, class_="name"))
         kind = f"series s{spot.index % STYLES}"
         parts.append(tag("g", *inner, class_=kind, data_series=spot.index))
     return figure(parts, summary)
 
 
+def needs_key(names: Iterable[str]) -> bool:
+    """Whether names are too long to stand beside their marks."""
+    return any(len(name) > 14 for name in names)
+
+
 def _free_place(
     name: str, x: float, y: float, taken: list[tuple[float, float, float, float]]
-) -> tuple[float, float, str]:
-    """Where a name overlaps no other name or mark; beside the mark if there is room."""
-    width = 13 * WIDE * len(name)
+) -> tuple[float, float, str] | None:
+    """Where a name overlaps no other name or mark; beside the mark if there is room.
+
+    Judged by the letters of a phone's page, which are the largest. None: nowhere.
+    """
+    width = 15 * WIDE * len(name)
     for rise, (side, anchor) in product(
-        (0, -14, 14, -28, 28, -42, 42), ((11.0, "start"), (-11.0, "end"))
+        (0, -16, 16, -32, 32, -48, 48), ((11.0, "start"), (-11.0, "end"))
     ):
         left = x + side if anchor == "start" else x + side - width
-        box = (left, y + rise - 8, left + width, y + rise + 6)
+        box = (left, y + rise - 9, left + width, y + rise + 7)
         inside = (
             box[0] >= LEFT and box[2] <= WIDTH - 2 and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
         )
         if inside and not any(_overlap(box, other) for other in taken):
             taken.append(box)
             return x + side, y + rise + 4.5, anchor
-    return x + 11, y + 4.5, "start"
+    return None
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 from tyro.conf import Positional
@@ -15,6 +15,9 @@ from steppe.lab.options import Maybe, Quiet, Words
 from steppe.lab.runs import DEFAULT_STORE
 
 logger = logging.getLogger("steppe")
+
+Kind = Literal["landscape", "spectrum", "radius", "robustness", "ensemble"]
+"""The analyses that one figure shows of several runs."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,15 @@ class Report:
 class Figures:
     """Draw a figure from stored runs, as PNG and SVG.
 
-    Of any runs: landscape, spectrum, radius (`steppe analyze` measures them). Of the paper: 1
-    radius, 2 convergence, 3 trade-off, 4 sensitivity, 5 landscapes and spectra, theory. If
+    Of any runs: landscape, spectrum, radius, robustness, ensemble (`steppe analyze` measures them). Of
+    the paper: 1 radius, 2 convergence, 3 trade-off, 4 sensitivity, 5 landscapes and spectra, theory. If
     something is missing, the error names the command that makes it.
     Example: steppe figure landscape mine.json; steppe figure 2 --recipe digits
     """
 
     figure: Annotated[
-        Positional[Literal["landscape", "spectrum", "radius", "1", "2", "3", "4", "5", "theory"]],
-        tyro.conf.arg(metavar="{landscape,spectrum,radius,1-5,theory}"),
+        Positional[Literal[Kind, "1", "2", "3", "4", "5", "theory"]],
+        tyro.conf.arg(metavar=f"{{{','.join(get_args(Kind))},1-5,theory}}"),
     ]
     """Which figure."""
     runs: Annotated[Positional[Words], tyro.conf.arg(metavar="[RUN ...]")] = ()
@@ -81,7 +84,7 @@ class Figures:
         from steppe.report.pictures import analysis_figure
 
         try:
-            if self.figure in ("landscape", "spectrum", "radius"):
+            if self.figure in get_args(Kind):
                 if self.recipe is not None or self.methods:
                     raise LabError(
                         f"--recipe and --methods belong to figures 1 to 5: name the runs, "

@@ -1,7 +1,7 @@
 """Static figures of analysis results, in matplotlib.
 
 Each function takes results by name (`{"SGD": result, ...}`; a bare result is a dict of one) and
-gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and cividis,
+gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and viridis,
 which people without full colour vision can tell apart; lines differ in dash as well.
 """
 
@@ -121,8 +121,11 @@ def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float 
     return figure
 
 
-def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
-    """Expected loss against perturbation radius, with error bars and second-order theory."""
+def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve], *, rise: float = 0.1) -> Figure:
+    """Expected loss against perturbation radius, with error bars and second-order theory.
+
+    Stars on one level mark the radii of equal effect: where each kind raises the loss by `rise`.
+    """
     by_name = named(results)
     figure, axes = panels(len(by_name), share=True)
     labels = {"random": "random", "sam": "adversarial, one step", "pgd": "adversarial, ascent"}
@@ -151,6 +154,18 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve]) -> Figure:
                     alpha=0.3,
                 )
         axis.axhline(result.base, color="grey", linewidth=0.8)
+        level, reached = result.base + rise, result.radii_at(rise)
+        reached = reached[reached.isfinite()]
+        if len(reached):
+            axis.axhline(level, color="black", linewidth=0.8, linestyle=":")
+            axis.plot(
+                reached,
+                torch.full_like(reached, level),
+                "k*",
+                markersize=9,
+                zorder=3,
+                label=f"loss rise {rise:g}",
+            )
         axis.set_xscale("log")
         if float(result.loss.nan_to_num(math.inf).min()) > 0 and top > 20 * result.base:
             axis.set_yscale("log")
@@ -265,7 +280,8 @@ def _draw_surface(axis: Any, result: Landscape, z: Any, kind: str, norm: Any) ->
         return
     axis.set_aspect("equal")
     axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
-    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading="nearest", rasterized=True)
+    smooth = "nearest" if result.holes else "gouraud"
+    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading=smooth, rasterized=True)
     if kind == "contour":
         levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
         axis.contour(b, a, z, levels=levels, colors="white", linewidths=0.6)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from steppe.analysis import Landscape
 from steppe.report.svg import Scale, number, shown, tag, text
 
-# Cividis at sixteen even places: perceived alike with and without full colour vision.
-CIVIDIS = (
-    *("00224e", "002e6c", "1e3a6f", "35456c", "47516c", "575d6d", "666970", "757575"),
-    *("848279", "948e77", "a59c74", "b7a96e", "c8b866", "dbc75a", "eed649", "fee838"),
+# Viridis at sixteen even places: even steps look even, with and without full colour vision.
+PALETTE = (
+    *("440154", "481a6c", "472f7d", "414487", "39568c", "31688e", "2a788e", "23888e"),
+    *("1f988b", "22a884", "35b779", "54c568", "7ad151", "a5db36", "d2e21b", "fde725"),
 )
 LEVELS = 9
 SIZE, MARGIN = 300.0, 44.0
@@ -54,9 +54,9 @@ def heights_of(surfaces: Sequence[Landscape]) -> Heights:
 
 def colour(height: float) -> tuple[int, int, int]:
     """The colour of a height between 0 and 1."""
-    place = min(max(height, 0.0), 1.0) * (len(CIVIDIS) - 1)
-    i = min(int(place), len(CIVIDIS) - 2)
-    first, second = (bytes.fromhex(CIVIDIS[k]) for k in (i, i + 1))
+    place = min(max(height, 0.0), 1.0) * (len(PALETTE) - 1)
+    i = min(int(place), len(PALETTE) - 2)
+    first, second = (bytes.fromhex(PALETTE[k]) for k in (i, i + 1))
     mixed = [round(a + (b - a) * (place - i)) for a, b in zip(first, second, strict=True)]
     return mixed[0], mixed[1], mixed[2]
 
@@ -153,12 +153,12 @@ def _crossings(corners: list[float], level: float) -> list[tuple[float, float]]:
 def scale_bar(heights: Heights) -> str:
     """The common colour scale with its losses."""
     stops = "".join(
-        tag("stop", offset=f"{100 * i / (len(CIVIDIS) - 1):.1f}%", stop_color=f"#{value}")
-        for i, value in enumerate(CIVIDIS)
+        tag("stop", offset=f"{100 * i / (len(PALETTE) - 1):.1f}%", stop_color=f"#{value}")
+        for i, value in enumerate(PALETTE)
     )
     parts = [
-        tag("defs", tag("linearGradient", stops, id="cividis")),
-        tag("rect", x=20, y=4, width=400, height=14, fill="url(#cividis)"),
+        tag("defs", tag("linearGradient", stops, id="palette")),
+        tag("rect", x=20, y=4, width=400, height=14, fill="url(#palette)"),
     ]
     place = Scale(heights.low, heights.high, 20, 420, log=heights.log)
     for value in place.ticks():

@@ -19,7 +19,7 @@ from steppe.report.charts import (
     line_chart,
 )
 from steppe.report.gathered import Gathered
-from steppe.report.maps import CIVIDIS, grid_of, heights_of, landscape_map, scale_bar
+from steppe.report.maps import PALETTE, grid_of, heights_of, landscape_map, scale_bar
 from steppe.report.sections import (
     Absent,
     Section,
@@ -85,7 +85,7 @@ def surface_data(gathered: Gathered) -> dict[str, Any]:
         return {}
     heights = heights_of(list(surfaces.values()))
     return {
-        "colours": [f"#{value}" for value in CIVIDIS],
+        "colours": [f"#{value}" for value in PALETTE],
         "surfaces": {
             str(index): {
                 "heights": grid_of(surface, heights),

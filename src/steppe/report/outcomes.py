@@ -36,6 +36,12 @@ def described(result: Result) -> str:
             )
         case analysis.Robustness():
             return _survived(result)
+        case analysis.Ensemble():
+            (nll, right, ece), mean = result.single.tolist(), result.averaged[-1].tolist()
+            return (
+                f"NLL {nll:.4g} -> {mean[0]:.4g}, accuracy {100 * right:.4g} -> {100 * mean[1]:.4g}, ECE "
+                f"{100 * ece:.3g} -> {100 * mean[2]:.3g} with {len(result.averaged)} draws"
+            )
     return type(result).__name__
 
 

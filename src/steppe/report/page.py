@@ -28,6 +28,7 @@ from steppe.report.sections import (
     cost_section,
     result_section,
 )
+from steppe.report.summary import summary
 from steppe.report.svg import tag, text
 
 # Nothing may be fetched: what the page needs is in the page.
@@ -52,12 +53,11 @@ def page(gathered: Gathered) -> str:
     sections = [part for part in made if isinstance(part, Section)]
     title = _title(gathered)
     links = [tag("li", tag("a", text(s.title), href=f"#{s.key}")) for s in sections]
-    lead = gathered.comparison.sentence()
     head = tag(
         "header",
         tag("p", text("steppe report"), class_="kicker"),
         tag("h1", text(title)),
-        tag("p", text(lead), class_="lead") if lead else "",
+        summary(gathered),
         tag("nav", tag("ul", *links), aria_label="Sections"),
     )
     main = tag("main", *map(_placed, made))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from steppe.analysis import (
     Eigenvalues,
+    Ensemble,
     Landscape,
     Line,
     RadiusCurve,
@@ -25,7 +26,14 @@ from steppe.lab.sentences import NAMES
 from steppe.lab.specs import label, parse
 from steppe.report import figures
 from steppe.report.analyses import FOLDER, Stored, load
-from steppe.report.canvas import COLOURS, line_style, named, panels, save_figure
+from steppe.report.canvas import (
+    COLOURS,
+    line_style,
+    named,
+    panels,
+    save_figure,
+    shared_legend,
+)
 from steppe.report.sections import interval
 from steppe.report.subjects import find_comparison, find_runs
 
@@ -52,6 +60,7 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
         Eigenvalues: eigenvalue_figure,
         Sharpness: sharpness_figure,
         Robustness: figures.robustness_figure,
+        Ensemble: ensemble_figure,
     }
     (kind,) = kinds
     if kind not in drawers:
@@ -97,6 +106,23 @@ def sharpness_figure(results: Mapping[str, Sharpness]) -> Figure:
     axis.set_ylabel("rise of the loss")
     kind = f"{first.case} case{', adaptive' if first.adaptive else ''}"
     axis.set_title(f"{kind}, rho {first.rho:g}, m = {first.m}", fontsize="medium")
+    return figure
+
+
+def ensemble_figure(results: Mapping[str, Ensemble]) -> Figure:
+    """NLL, accuracy and calibration error against the number of draws averaged; dotted: single model."""
+    figure, axes = panels(3, width=3.2)
+    for place, (axis, metric) in enumerate(zip(axes, ("NLL", "accuracy %", "ECE %"), strict=True)):
+        scale = 100 if place else 1
+        for i, (name, result) in enumerate(results.items()):
+            values = scale * result.averaged[:, place]
+            axis.plot(range(1, len(values) + 1), values, **line_style(i), marker="o", label=name)
+            axis.axhline(scale * result.single[place], color=line_style(i)["color"], ls=":")
+        axis.set_xlabel("draws averaged")
+        axis.set_ylabel(metric)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    if any(results):
+        shared_legend(figure, axes)
     return figure
 
 

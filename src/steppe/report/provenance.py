@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from steppe.report.gathered import Gathered
@@ -17,9 +16,9 @@ HIDDEN = {"seed", "method", "code", "recipe", "keep", "checkpoint_minutes", "wor
 def provenance_section(gathered: Gathered) -> Section:
     """Configs, runs, environments and the settings of the analyses."""
     parts = [
-        _folded("Settings that all runs share", _settings(gathered), opened=True),
-        _folded("Methods and their runs", _methods(gathered), opened=True),
-        _folded("Where they ran", _environments(gathered), opened=True),
+        _folded("Settings that all runs share", _settings(gathered)),
+        _folded("Methods and their runs", _methods(gathered)),
+        _folded("Where they ran", _environments(gathered)),
     ]
     if gathered.analyses:
         parts.append(_folded("Analyses", _analyses(gathered)))
@@ -99,9 +98,8 @@ def _varies(configs: list[dict[str, Any]], name: str) -> bool:
     return any(config[name] != configs[0][name] for config in configs)
 
 
-def _folded(title: str, body: str, *, opened: bool = False) -> str:
-    attributes: Mapping[str, object] = {"open": ""} if opened else {}
-    return tag("details", tag("summary", text(title)), body, **attributes)
+def _folded(title: str, body: str) -> str:
+    return tag("details", tag("summary", text(title)), body)
 
 
 def _plain(value: object) -> str:

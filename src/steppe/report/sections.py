@@ -10,7 +10,15 @@ from steppe.lab.comparison import Row
 from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
-from steppe.report.charts import Interval, Series, Spot, interval_chart, line_chart, scatter_chart
+from steppe.report.charts import (
+    Interval,
+    Series,
+    Spot,
+    interval_chart,
+    line_chart,
+    needs_key,
+    scatter_chart,
+)
 from steppe.report.gathered import Gathered
 from steppe.report.svg import STYLES, dash, marker, shown, tag, text
 
@@ -148,7 +156,9 @@ def cost_section(gathered: Gathered) -> Section | Absent:
     if not charts:
         return Absent("Cost", "steppe compare …")
     plain = NAMES.get(metric, metric).removesuffix(" %")
-    return Section("cost", f"Cost against {plain}", columns(charts))
+    named = [Series(row.label, index, ()) for index, row in enumerate(comparison.rows)]
+    key = legend(named) if needs_key(row.label for row in comparison.rows) else ""
+    return Section("cost", f"Cost against {plain}", key + columns(charts))
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:
@@ -199,12 +209,13 @@ def columns(parts: Sequence[str]) -> str:
 def html_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, first: str = "", kind: str = ""
 ) -> str:
-    """A table that scrolls sideways on a narrow screen; the first column names the rows."""
+    """A table; on a phone each row is a block of its own, named by its first column."""
     head = "".join(tag("th", text(name), scope="col") for name in header)
     body = "".join(
-        tag("tr", tag("th", text(row[0]), scope="row"), *(tag("td", text(c)) for c in row[1:]))
+        tag("tr", tag("th", text(row[0]), scope="row"),
+            *(tag("td", text(c), data_label=n) for n, c in zip(header[1:], row[1:], strict=True)))
         for row in rows
-    )
+    )  # fmt: skip
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=kind or None)
     about = first or header[0]
     return tag(

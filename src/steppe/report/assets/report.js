@@ -177,10 +177,6 @@
 
   window.addEventListener("resize", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  window.addEventListener("beforeprint", () => {
-    for (const part of document.querySelectorAll("details")) part.open = true;
-    canvases.forEach((canvas) => draw(canvas, false));
-  });
   document.documentElement.classList.remove("no-script");
   redraw();
 })();

@@ -1,0 +1,297 @@
+"""Which rise is safe without tuning? The protocol of docs/decisions.md, *Default strengths*.
+
+    python benchmarks/rise.py [--jobs 2] [--minutes 60]    train what is missing, cheapest first
+    python benchmarks/rise.py choose                       what the runs so far choose
+
+Stage 1 picks the ramp and the bound, stage 2 the rise of one-pass and of mixed methods, stage 3 msam's
+rho. Each run is a line of `benchmarks/results/rise.jsonl`, written when it ends; the same command takes
+up where it was stopped. What is chosen is a function of these lines alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rise_settings import SETTINGS, Run, train
+
+LINES = Path(__file__).parent / "results" / "rise.jsonl"
+FIRST_SEED = 30_000
+RISES = (0.02, 0.05, 0.1, 0.2)
+RHOS = (0.05, 0.1, 0.2, 0.4)
+COMBINATIONS = tuple(itertools.product((4, 2), (0.5, 0.3)))
+"""Power of the ramp and bound of the relative displacement."""
+STAGE_1 = (
+    "regression",
+    "mlp-clean",
+    "mlp-wrong",
+    "resnet-clean",
+    "resnet-wrong",
+    "vit-clean",
+    "fashion",
+)
+STAGE_1_RISES, STAGE_1_SEEDS, STAGE_3_SEEDS = (0.05, 0.2), 3, 5
+MEAN, NOTICED, WORST, MOST = -0.1, 0.3, -1.0, 1.0
+"""Points: the least mean over settings; the loss on one that counts unless two standard errors are more;
+the least on any one; the most that one setting adds to the mean."""
+Lines = Mapping[Run, Mapping[str, Any]]
+
+
+class Gain(NamedTuple):
+    """Over the baseline with the same seed, in points."""
+
+    mean: float
+    stderr: float
+    n: int
+
+    @property
+    def loses(self) -> bool:
+        noise = 2 * self.stderr if self.n > 1 else math.inf
+        return self.mean < WORST or self.mean < -max(NOTICED, noise)
+
+
+class Verdict(NamedTuple):
+    """What the rule says of one method at one strength."""
+
+    gains: dict[str, Gain]
+    measured: dict[str, float]
+    """Mean rise in the last third of training, as a share of what was asked."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(min(gain.mean, MOST) for gain in self.gains.values())
+
+    @property
+    def passes(self) -> bool:
+        return self.mean >= MEAN and not any(gain.loses for gain in self.gains.values())
+
+
+def seeds(setting: str, most: int | None = None) -> range:
+    count = SETTINGS[setting].seeds if most is None else min(most, SETTINGS[setting].seeds)
+    return range(FIRST_SEED, FIRST_SEED + count)
+
+
+def stage_1() -> Iterator[Run]:
+    for setting, (power, bound), rise in itertools.product(STAGE_1, COMBINATIONS, STAGE_1_RISES):
+        for seed in seeds(setting, STAGE_1_SEEDS):
+            yield Run(setting, "rwp", rise, power, bound, seed)
+
+
+def stage_2(power: int, bound: float) -> Iterator[Run]:
+    for setting, method, rise in itertools.product(SETTINGS, ("rwp", "m_rwp"), RISES):
+        for seed in seeds(setting):
+            yield Run(setting, method, rise, power, bound, seed)
+
+
+def stage_3() -> Iterator[Run]:
+    for setting, rho in itertools.product(SETTINGS, RHOS):
+        for seed in seeds(setting, STAGE_3_SEEDS):
+            yield Run(setting, "msam", rho, 0, 0.0, seed)
+
+
+def found(lines: Lines, run: Run) -> Mapping[str, Any] | None:
+    """The run's line. One whose ratio never reached .3 is the same run under either bound."""
+    if run in lines:
+        return lines[run]
+    if run.bound == 0.3:
+        other = lines.get(replace(run, bound=0.5))
+        if other is not None and other["highest"] < 0.3:
+            return other
+    return None
+
+
+def judge(lines: Lines, runs: Iterable[Run]) -> Verdict | None:
+    """The rule on those of the runs that are there with their baselines; None without any."""
+    gains: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
+    for run in runs:
+        line, plain = found(lines, run), found(lines, run.baseline)
+        if line is None or plain is None:
+            continue
+        points = SETTINGS[run.setting].points * (line["score"] - plain["score"])
+        gains.setdefault(run.setting, []).append(points if math.isfinite(points) else -100.0)
+        if run.strength and "measured" in line:
+            measured.setdefault(run.setting, []).append(line["measured"] / run.strength)
+    if not gains:
+        return None
+    means = {name: statistics.mean(values) for name, values in measured.items()}
+    return Verdict({name: gain_of(values) for name, values in gains.items()}, means)
+
+
+def gain_of(values: list[float]) -> Gain:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Gain(statistics.mean(values), error, len(values))
+
+
+def complete(lines: Lines, runs: Iterable[Run]) -> bool:
+    return not missing(lines, runs)
+
+
+def missing(lines: Lines, runs: Iterable[Run]) -> list[Run]:
+    """What is still to be trained, baselines included: first few seeds of all, cheapest first."""
+    wanted = dict.fromkeys(run for each in runs for run in (each.baseline, each))
+    left = [run for run in wanted if found(lines, run) is None]
+
+    def turn(run: Run) -> tuple[Any, ...]:
+        # bound .5 before .3, which it may stand for; whole layers of seeds, costly settings late in each
+        layer = (run.seed - FIRST_SEED) // 3
+        late = run.setting == "cifar10"
+        return (layer + late, run.batches, SETTINGS[run.setting].seconds, run.seed, -run.bound)
+
+    return sorted(left, key=turn)
+
+
+def combination(lines: Lines) -> tuple[int, float]:
+    """Stage 1: where a rise that passes gives the most, by the mean share times the rise asked."""
+    best, chosen = -1.0, COMBINATIONS[0]
+    for combo, rise in itertools.product(COMBINATIONS, STAGE_1_RISES):
+        runs = [r for r in stage_1() if (r.power, r.bound) == combo and r.strength == rise]
+        verdict = judge(lines, runs)
+        if verdict is not None and verdict.passes:
+            given = rise * statistics.mean(min(1.0, m) for m in verdict.measured.values())
+            if given > best:
+                best, chosen = given, combo
+    return chosen
+
+
+def to_do(lines: Lines) -> list[Run]:
+    """The next runs of the first stage that is not complete."""
+    return (
+        missing(lines, stage_1())
+        or missing(lines, stage_2(*combination(lines)))
+        or missing(lines, stage_3())
+    )
+
+
+def largest(lines: Lines, runs: Iterable[Run]) -> dict[str, float]:
+    """For each method the largest strength that passes, where one does."""
+    by_method: dict[str, float] = {}
+    cells: dict[tuple[str, float], list[Run]] = {}
+    for run in runs:
+        cells.setdefault((run.method, run.strength), []).append(run)
+    for (method, strength), cell in cells.items():
+        verdict = judge(lines, cell)
+        if verdict is not None and verdict.passes:
+            by_method[method] = max(strength, by_method.get(method, 0.0))
+    return by_method
+
+
+def does_something(lines: Lines, runs: list[Run]) -> tuple[list[str], dict[str, Gain]]:
+    """Settings where half of the rise is measured, and those that gain after rounding or pruning."""
+    verdict = judge(lines, runs)
+    active = [name for name, share in verdict.measured.items() if share >= 0.5] if verdict else []
+    gains: dict[str, Gain] = {}
+    for name, change in itertools.product(SETTINGS, ("two_bits", "pruned")):
+        pairs = [(found(lines, r), found(lines, r.baseline)) for r in runs if r.setting == name]
+        values = [a[change] - b[change] for a, b in pairs if a is not None and b is not None]
+        if len(values) > 1:
+            gain = gain_of([SETTINGS[name].points * value for value in values])
+            if gain.mean > 2 * gain.stderr:
+                gains[f"{name} {change}"] = gain
+    return active, gains
+
+
+def agreement(lines: Lines) -> dict[str, tuple[float, float, int]]:
+    """By setting: a direct measurement at the end of training over half the meter, at the median of all
+    runs, the share of them within [.5, 2], and how many they are."""
+    ratios: dict[str, list[float]] = {}
+    for run, line in lines.items():
+        for rise, _, measured in line.get("probes", [])[-1:]:
+            if measured > 0:
+                ratios.setdefault(run.setting, []).append(rise / measured)
+    return {
+        name: (statistics.median(r), sum(0.5 <= x <= 2 for x in r) / len(r), len(r))
+        for name, r in ratios.items()
+    }
+
+
+def read(path: Path) -> dict[Run, dict[str, Any]]:
+    names = [field.name for field in fields(Run)]
+    kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {Run(**{name: line[name] for name in names}): line for line in kept}
+
+
+def show(title: str, verdict: Verdict | None) -> None:
+    if verdict is None:
+        return
+    cells = [f"{name} {g.mean:+.2f} ± {g.stderr:.2f} ({g.n})" + " loses" * g.loses
+             for name, g in verdict.gains.items()]  # fmt: skip
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in verdict.measured.items())
+    print(f"{title}: mean {verdict.mean:+.2f}, {'passes' if verdict.passes else 'fails'}")
+    print("   ", "; ".join(cells))
+    if shares:
+        print("    measured / asked:", shares)
+
+
+def choose(lines: Lines) -> None:
+    power, bound = combination(lines)
+    for (p, b), rise in itertools.product(COMBINATIONS, STAGE_1_RISES):
+        runs = [r for r in stage_1() if (r.power, r.bound, r.strength) == (p, b, rise)]
+        show(f"stage 1: power {p}, bound {b}, rise {rise}", judge(lines, runs))
+    print(f"chosen: power {power}, bound {bound}", "" if complete(lines, stage_1()) else "(so far)")
+    for stage, runs in ((2, list(stage_2(power, bound))), (3, list(stage_3()))):
+        cells = sorted({(r.method, r.strength) for r in runs})
+        for method, strength in cells:
+            mine = [r for r in runs if (r.method, r.strength) == (method, strength)]
+            show(f"stage {stage}: {method} {strength}", judge(lines, mine))
+        left = len(missing(lines, runs))
+        for method, strength in largest(lines, runs).items():
+            print(f"chosen: {method} {strength}", f"(so far: {left} runs are missing)" * bool(left))
+            mine = [r for r in runs if (r.method, r.strength) == (method, strength)]
+            active, gains = does_something(lines, mine)
+            print(f"    half of the rise or more on: {', '.join(active) or 'none'}")
+            print(
+                "    gains:",
+                ", ".join(f"{k} {g.mean:+.1f} ± {g.stderr:.1f}" for k, g in gains.items()),
+            )
+
+    for name, (median, within, n) in agreement(lines).items():
+        print(f"probe / (meter / 2), {name}: {median:.2f}, {within:.0%} within [.5, 2] (n = {n})")
+
+
+def work(path: Path, jobs: int, minutes: float) -> None:
+    """Keep `jobs` processes busy with what is missing until time is up."""
+    lines, end = read(path), time.monotonic() + 60 * minutes
+    running: dict[Future[dict[str, Any]], Run] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        while True:
+            if time.monotonic() < end:
+                free = [run for run in to_do(lines) if run not in running.values()]
+                for run in free[: jobs - len(running)]:
+                    running[pool.submit(train, run)] = run
+            if not running:
+                return
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                run, line = running.pop(done), done.result()
+                lines[run] = line
+                with path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(run, f"{line['score']:.2f}, {line['seconds']} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("task", nargs="?", choices=("train", "choose"), default="train")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread")
+    parser.add_argument("--minutes", type=float, default=60, help="no run begins after these")
+    parser.add_argument("--lines", type=Path, default=LINES, help="where the runs are kept")
+    arguments = parser.parse_args()
+    if arguments.task == "choose":
+        choose(read(arguments.lines))
+    else:
+        work(arguments.lines, arguments.jobs, arguments.minutes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Frozen layers: noise on weights that are not trained, without a copy of them.
+
+A weight cannot be moved between its forward and its backward, and a backup of a frozen base is as large
+as the base. So a frozen linear layer computes with W + E out of place, a few rows at a time, and its
+backward draws the same E again. Nothing is written and nothing has to be put back. The slope of the loss
+along E is the sum of <dL/dy, x Eᵀ>, which needs no gradient of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from steppe.layout import Perturbed, Stretch, is_sharded
+from steppe.noise import PARALLEL_FROM, Draw, spread, standard_normal_
+
+CHUNK = 2**18
+"""Weights that exist at once with noise in them, or one block of noise where that is more."""
+
+LowRank = Callable[[], "tuple[Tensor, Tensor] | None"]
+"""(B, A) where a layer computes with W + B A, None where it has nothing to add."""
+
+
+@dataclass(eq=False)
+class Noise:
+    """The noise of one pass in one layer, and what it is seen to do to the loss."""
+
+    seed_of: Callable[[int], int]
+    std: Tensor
+    """One for each row, with the sign of the draw."""
+    slope: Tensor | None
+    """<dL/dy, x Eᵀ> so far; None where it is not measured."""
+    ran: bool = False
+
+
+class Piece(NamedTuple):
+    """Rows of a weight that take their values from one block of noise, of this size."""
+
+    number: int
+    size: int
+    rows: Stretch
+
+
+class FrozenLinear:
+    """One frozen weight of linear layers, and the noise that is in it during a pass."""
+
+    def __init__(
+        self, param: nn.Parameter, modules: Sequence[nn.Linear], low_rank: LowRank | None = None
+    ) -> None:
+        self.param, self.low_rank = param, low_rank
+        self.modules = list(modules)
+        self.noise: Noise | None = None
+        self.chunks: list[list[Piece]] = []
+        self._wide = torch.promote_types(param.dtype, torch.float32)
+
+    def place(self, pieces: Iterable[Piece]) -> None:
+        """Cut the weight into chunks, from the blocks that its noise is drawn in."""
+        self.chunks, filled = [], CHUNK
+        for piece in pieces:
+            if filled >= CHUNK:
+                self.chunks.append([])
+                filled = 0
+            self.chunks[-1].append(piece)
+            filled += piece.rows.stop - piece.rows.start
+
+    @torch.no_grad()
+    def row_norms(self, dtype: torch.dtype) -> Tensor:
+        """‖·‖ of each row of what the layer computes with: W, or the merged W + B A."""
+        low = None if self.low_rank is None else self.low_rank()
+        norms = []
+        for pieces in self.chunks:
+            rows = _rows(pieces)
+            part = self.param.detach()[rows].to(self._wide)
+            if low is not None:
+                B, A = (t.detach().to(self._wide) for t in low)
+                part = torch.addmm(part, B[rows], A)
+            norms.append(torch.linalg.vector_norm(part, dim=1, dtype=dtype))
+        return torch.cat(norms)
+
+    def unit_noise(self, noise: Noise) -> Iterator[tuple[slice, Tensor]]:
+        """Standard normal values for one chunk of rows after the other."""
+        serial = self.param.device.type != "cpu" or self.param.numel() < PARALLEL_FROM
+        for pieces in self.chunks:
+            rows = _rows(pieces)
+            shape = (rows.stop - rows.start, self.param.shape[1])
+            unit = torch.empty(shape, dtype=self._wide, device=self.param.device)
+
+            def draw(piece: Piece, unit: Tensor = unit, first: int = rows.start) -> None:
+                part = unit[piece.rows.first - first : piece.rows.last - first].view(-1)
+                seed = noise.seed_of(piece.number)
+                if piece.size == part.numel():
+                    standard_normal_(part, seed)
+                else:  # a block is drawn whole and then cut: torch's values depend on the number
+                    whole = standard_normal_(part.new_empty(piece.size), seed)
+                    part.copy_(whole[piece.rows.start : piece.rows.stop])
+
+            spread(draw, pieces, 1 if serial else torch.get_num_threads())
+            yield rows, unit
+
+    def moved(self, rows: slice, unit: Tensor, std: Tensor) -> Tensor:
+        """Rows of W + E in the weight's own format, in the memory of the unit noise where possible."""
+        torch.addcmul(self.param.detach()[rows], unit, std[rows, None].to(unit), out=unit)
+        return unit.to(self.param.dtype)
+
+
+def _rows(pieces: Sequence[Piece]) -> slice:
+    return slice(pieces[0].rows.first, pieces[-1].rows.last)
+
+
+class NoisyLinear(torch.autograd.Function):
+    """x (W + E)ᵀ + b with an E that exists in chunks alone, and is drawn again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor | None,
+        layer: FrozenLinear,
+        noise: Noise,
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y = flat.new_empty(len(flat), len(weight))
+        for rows, unit in layer.unit_noise(noise):
+            moved = layer.moved(rows, unit, noise.std).to(flat.dtype)
+            torch.mm(flat, moved.t(), out=y[:, rows])
+        if bias is not None:
+            y += bias
+        # the weight is kept as F.linear does: whoever writes it before backward is found out
+        ctx.save_for_backward(weight, x if anchor is not None else None)
+        ctx.layer, ctx.noise = layer, noise
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _, x = ctx.saved_tensors
+        layer, noise = ctx.layer, ctx.noise
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        towards_x: Tensor | None = None
+        for rows, unit in (
+            layer.unit_noise(noise) if ctx.needs_input_grad[0] or x is not None else ()
+        ):
+            part = flat[:, rows]
+            if x is not None:
+                along = x.reshape(-1, x.shape[-1]) @ unit.to(x.dtype).t()
+                std = noise.std[rows]
+                noise.slope += (along.to(std) * part).sum(0) @ std
+            if ctx.needs_input_grad[0]:
+                new = part @ layer.moved(rows, unit, noise.std).to(flat.dtype)
+                if towards_x is None:
+                    towards_x = new if len(layer.chunks) == 1 else new.to(unit.dtype)
+                else:
+                    towards_x += new
+        if towards_x is not None:
+            towards_x = towards_x.to(flat.dtype).view(*gradient.shape[:-1], -1)
+        bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        return towards_x, None, bias, None, None, None
+
+
+class Forward:
+    """Stands in for the forward of a frozen linear layer; outside of a pass it is that forward."""
+
+    def __init__(self, layer: FrozenLinear, module: nn.Linear) -> None:
+        self._layer, self._module = layer, module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._layer.noise is None:
+            return nn.Linear.forward(self._module, x)
+        return self._noisy(x)
+
+    @_disable_dynamo
+    def _noisy(self, x: Tensor) -> Tensor:
+        layer, noise, module = self._layer, self._layer.noise, self._module
+        assert noise is not None
+        noise.ran = True
+        bias: Tensor | None = module.bias
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        # of a layer whose input needs no gradient, backward is asked for by this alone
+        measured = noise.slope is not None and torch.is_grad_enabled()
+        anchor = torch.zeros((), requires_grad=True) if measured else None
+        y: Tensor = NoisyLinear.apply(x, module.weight, bias, anchor, layer, noise)  # type: ignore[no-untyped-call]
+        return y
+
+
+class FrozenLayers:
+    """All frozen weights that take part in the noise."""
+
+    def __init__(self, layers: Mapping[nn.Parameter, FrozenLinear] | None = None) -> None:
+        self.of = dict(layers or {})
+        self.places: list[tuple[FrozenLinear, slice]] = []
+        """The layers and their filters among all."""
+        self.metered = False
+        """Whether the next pass measures what its noise does to the loss."""
+
+    def place(
+        self, params: Sequence[Perturbed], noise: Sequence[Mapping[int, list[Stretch]]]
+    ) -> None:
+        """`noise`: the blocks of noise of all `params`, by their numbers."""
+        pieces: dict[nn.Parameter, list[Piece]] = {param: [] for param in self.of}
+        blocks = (block for group in noise for block in group.items())
+        for number, stretches in blocks if self.of else ():
+            for stretch in stretches:
+                if stretch.owner.param in pieces:
+                    piece = Piece(number, stretches[-1].stop, stretch)
+                    pieces[stretch.owner.param].append(piece)
+        for p in params:
+            if p.layer is not None:
+                p.layer.place(pieces[p.param])
+                self.places.append((p.layer, p.filters))
+
+    @property
+    def now(self) -> list[tuple[FrozenLinear, slice]]:
+        """Those that are frozen still: others are written like everything that is trained."""
+        return [(layer, place) for layer, place in self.places if not layer.param.requires_grad]
+
+    @property
+    def noisy(self) -> bool:
+        return any(layer.noise is not None for layer, _ in self.places)
+
+    def write_norms(self, norms: Tensor) -> None:
+        for layer, place in self.now:
+            norms[place] = layer.row_norms(norms.dtype).to(norms.device)
+
+    def begin(
+        self, draw: Draw, seed_of: Callable[[int], int], std: Tensor, *, shaped: bool = False
+    ) -> None:
+        """From here until `end()` the layers compute with noise of this std per filter."""
+        if self.noisy or (shaped and self.now):
+            raise RuntimeError(
+                "Frozen layers take noise once a pass, with one std for each filter: a perturbation may "
+                "call add_noise() twice, or with factor=, only without include_frozen."
+            )
+        for layer, place in self.now:
+            rows = (draw.sign * std[place]).to(layer.param.device)
+            slope = rows.new_zeros(()) if self.metered else None
+            layer.noise = Noise(seed_of, rows, slope)
+
+    def check_begun(self, noise: object) -> None:
+        """Raise where a perturbation moved the weights in a way that frozen layers cannot follow."""
+        if self.now and not self.noisy:
+            raise RuntimeError(
+                f"{type(noise).__name__} did not call weights.add_noise(), which alone reaches frozen "
+                "layers. Leave include_frozen out."
+            )
+
+    def end(self) -> None:
+        for layer, _ in self.places:
+            layer.noise = None
+
+    def slope(self, like: Tensor) -> Tensor | None:
+        """<E, dL/dW> of the pass so far, over all layers; None where none is measured."""
+        found = [layer.noise.slope for layer, _ in self.places if layer.noise is not None]
+        there = [slope.to(like) for slope in found if slope is not None]
+        return torch.stack(there).sum() if there else None
+
+    def check_ran(self) -> None:
+        """Raise where a pass is over and no layer was called with its noise."""
+        noises = [layer.noise for layer, _ in self.places if layer.noise is not None]
+        if noises and not any(noise.ran for noise in noises):
+            raise RuntimeError(
+                "No frozen layer that include_frozen names was called in this pass, so its noise did "
+                "nothing: the model reads their weights without calling them (fused attention or "
+                "encoder layers do). Leave these layers out."
+            )
+
+    def install(self) -> None:
+        for layer in self.of.values():
+            for module in layer.modules:
+                vars(module)["forward"] = Forward(layer, module)
+
+    def remove(self) -> None:
+        self.end()
+        for layer in self.of.values():
+            for module in layer.modules:
+                if isinstance(vars(module).get("forward"), Forward):
+                    del vars(module)["forward"]
+            layer.modules, layer.low_rank = [], None
+
+
+def find_frozen(
+    model: nn.Module,
+    names: Mapping[nn.Parameter, Sequence[str]],
+    patterns: Sequence[str],
+    low_rank: Mapping[nn.Module, LowRank],
+) -> dict[nn.Parameter, FrozenLinear]:
+    """The frozen weights with these names, or why they cannot have noise."""
+    found: dict[nn.Parameter, FrozenLinear] = {}
+    for pattern in patterns:
+        named = {p: n for p, known in names.items() for n in known if fnmatchcase(n, pattern)}
+        if not named:
+            raise ValueError(
+                f"include_frozen={pattern!r} matches no parameter of the model. Its frozen ones are "
+                f"{', '.join(k[0] for p, k in names.items() if not p.requires_grad) or 'none'}."
+            )
+        for param, name in named.items():
+            if not param.requires_grad and param not in found:
+                modules = _linear_modules(model, param, name)
+                found[param] = FrozenLinear(param, modules, low_rank.get(modules[0]))
+    return found
+
+
+def _linear_modules(model: nn.Module, param: nn.Parameter, name: str) -> list[nn.Linear]:
+    owners = [m for m in model.modules() if any(p is param for p in m._parameters.values())]
+    others = [m for m in owners if type(m) is not nn.Linear]
+    if others:
+        reason = f"it belongs to {type(others[0]).__name__}, and only nn.Linear computes with noise out of place"
+        if "bit" in type(others[0]).__name__.lower():
+            reason += " (8-bit and 4-bit bases have no weights that noise could be added to)"
+    elif param.dim() != 2:
+        reason = "it is the bias of a linear layer; only its weight can have noise"
+    elif type(param) is not nn.Parameter or not param.is_floating_point():
+        kind = "sharded" if is_sharded(param) else f"a {type(param).__name__} of {param.dtype}"
+        reason = f"it is {kind}; noise needs a whole weight in floating point (use DDP, or load the base unquantized)"
+    elif any("forward" in vars(m) for m in owners):
+        reason = "something else replaced the forward of its layer (accelerate's offloading does)"
+    else:
+        return [m for m in owners if isinstance(m, nn.Linear)]
+    raise ValueError(
+        f"include_frozen names {name}, but {reason}. Leave it out: exclude=({name!r},)."
+    )

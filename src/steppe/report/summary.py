@@ -1,0 +1,182 @@
+"""The top of the page: three cards, and what to notice, also where it contradicts the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from steppe.analysis import Result, Robustness, Sharpness, Spectrum
+from steppe.lab.comparison import Row
+from steppe.lab.sentences import (
+    HIGHER_IS_BETTER,
+    NAMES,
+    comparison_sentence,
+    interval_words,
+    metric_digits,
+)
+from steppe.lab.statistics import compare_all, mean_std
+from steppe.lab.survival import UNCHANGED, survival_cells
+from steppe.lab.tables import join_words
+from steppe.report.gathered import Gathered
+from steppe.report.survival import has_accuracy, measured_alike, survival_curves
+from steppe.report.svg import shown, tag, text
+
+
+def summary(gathered: Gathered) -> str:
+    """Cards and a list, as markup."""
+    cards = [
+        tag("div", tag("p", text(title), class_="kicker"), tag("p", text(big), class_="big"),
+            tag("p", text(words), class_="note"), class_="card")
+        for title, big, words in _cards(gathered)
+    ]  # fmt: skip
+    items = [tag("li", text(words)) for words in notices(gathered)]
+    title = tag("h2", "What to notice")
+    return tag("div", *cards, class_="cards") + (title + tag("ul", *items) if items else "")
+
+
+def best_row(gathered: Gathered) -> Row | None:
+    """Of the methods that are significantly better than the baseline the one with the best mean."""
+    rows = [
+        (row.difference.mean, row)
+        for row in gathered.rows[1:]
+        if row.difference is not None and row.difference.verdict == "better"
+    ]
+    pick = max if gathered.comparison.example.higher_is_better else min
+    return pick(rows, key=lambda pair: pair[0])[1] if rows else None
+
+
+def _cards(gathered: Gathered) -> Iterator[tuple[str, str, str]]:
+    comparison = gathered.comparison
+    base, example, best = comparison.baseline, comparison.example, best_row(gathered)
+    digits = metric_digits(comparison)
+    name = NAMES.get(example.metric, example.metric)
+    if best is None:
+        words = f"No method is significantly better than {base.label} in test {example.metric}."
+        yield "Best method", "none", words
+    else:
+        mean = mean_std(best.values("test", example.metric))[0]
+        gain = f"{interval_words(best.difference, digits)} {example.unit}".strip()
+        words = (
+            f"{gain} over {base.label}, to a test {name.removesuffix(' %')} of {mean:.{digits}f}"
+        )
+        strength = f"; {best.strength}" if best.strength else ""
+        yield "Best method", best.label, f"{words}{strength}. {len(comparison.seeds)} seeds, Holm."
+    timed = [row for row in gathered.rows[1:] if "time" in row.cost]
+    if timed:
+        dear = best or max(timed, key=lambda row: row.cost["time"])
+        rest = [f"{r.label} {r.cost['time']:.2f}" for r in timed if r is not dear]
+        words = f"Training time of {dear.label}, in multiples of {base.label}'s"
+        words += f" ({', '.join(rest)})" if rest else ""
+        cost = dear.cost["time"]
+        yield "What it costs", f"{cost:.2f} ×", f"{words}; FLOPs {dear.cost['flops']:.2f} ×."
+    yield from _compression_card(gathered, best)
+
+
+def _compression_card(gathered: Gathered, best: Row | None) -> Iterator[tuple[str, str, str]]:
+    """The change that costs the baseline most, and what it leaves the best method."""
+    comparison = gathered.comparison
+    cells = survival_cells(comparison)
+    rows = [comparison.baseline, best or comparison.rows[-1]]
+    if not cells or len(comparison.rows) < 2 or not all(row.finished for row in rows):
+        return
+    sign = 1 if comparison.example.higher_is_better else -1
+    mine = [c for c in cells if c.row is rows[0] and c.change != UNCHANGED]
+    hardest = min(mine, key=lambda cell: sign * mean_std(cell.values)[0])
+    digits = 1 if comparison.example.unit else metric_digits(comparison)
+    left = {
+        (cell.row.label, cell.change): f"{mean_std(cell.values)[0]:.{digits}f}"
+        for cell in cells
+        if cell.statistics == hardest.statistics
+    }
+    each = [f"{r.label} {left[r.label, UNCHANGED]} → {left[r.label, hardest.change]}" for r in rows]
+    change = hardest.change.partition(",")[0]
+    words = f"Test {comparison.example.metric} before and after: {join_words(each)}."
+    yield "What survives compression", f"{left[rows[1].label, hardest.change]} at {change}", words
+
+
+def notices(gathered: Gathered) -> list[str]:
+    """What the numbers say, first the verdict, then what it leaves out."""
+    found = [comparison_sentence(gathered.comparison), *_other_metrics(gathered)]
+    found += [*_flatness(gathered), *_lost(gathered)]
+    return [words for words in found if words]
+
+
+def _other_metrics(gathered: Gathered) -> Iterator[str]:
+    """Metrics that do not decide and got significantly worse (NLL, calibration)."""
+    base = gathered.comparison.baseline
+    example = gathered.comparison.example
+    for name in example.metrics["test"]:
+        if name == example.metric or name not in HIGHER_IS_BETTER:
+            continue
+        pairs = [
+            [
+                a.metrics["test"][name] - b.metrics["test"][name]
+                for a, b in zip(row.results, base.results, strict=True)
+                if a.status == b.status == "finished"
+            ]
+            for row in gathered.rows[1:]
+        ]
+        tested = compare_all(pairs, higher_is_better=HIGHER_IS_BETTER[name])
+        worse = [
+            f"{row.label} {shown(mean_std(row.values('test', name))[0], 3)}"
+            for row, found in zip(gathered.rows[1:], tested, strict=True)
+            if found.verdict == "worse"
+        ]
+        if worse:
+            known = {"ece": "Calibration (ECE %)", "nll": "NLL"}
+            said = known.get(name, NAMES.get(name, name))
+            usual = shown(mean_std(base.values("test", name))[0], 3)
+            yield f"{said} got significantly worse: {base.label} {usual}, {join_words(worse)}."
+
+
+def _flatness(gathered: Gathered) -> Iterator[str]:
+    """Which analysed minima are flatter than the baseline's, and which are sharper."""
+    for name in gathered.analyses:
+        values = {i: _sharpness(r) for i, r in gathered.results(name).items()}
+        known = {i: value for i, value in values.items() if value is not None}
+        if 0 not in known or len(known) < 2:
+            continue
+        parts = []
+        for word, rows in (
+            ("lower", [i for i, v in known.items() if v < known[0]]),
+            ("higher", [i for i, v in known.items() if i and v >= known[0]]),
+        ):
+            each = [f"{gathered.rows[i].label} {shown(known[i], 3)}" for i in rows]
+            parts += [f"{word} for {join_words(each)}"] if each else []
+        what = "The largest Hessian eigenvalue" if name == "spectrum" else _kind(name)
+        base = gathered.rows[0].label
+        yield f"{what} of one run a method ({base} {shown(known[0], 3)}): {'; '.join(parts)}."
+
+
+def _sharpness(result: Result) -> float | None:
+    if isinstance(result, Spectrum):
+        return result.largest
+    return result.value if isinstance(result, Sharpness) else None
+
+
+def _kind(name: str) -> str:
+    return f"Sharpness ({name.removeprefix('sharpness-').replace('-', ' case, ')})"
+
+
+def _lost(gathered: Gathered) -> Iterator[str]:
+    """Changes after which the baseline has the best mean of all."""
+    groups = {
+        i: [r for r in by_seed.values() if isinstance(r, Robustness)]
+        for i, by_seed in gathered.every("robustness").items()
+    }
+    every = [one for group in groups.values() for one in group]
+    if 0 not in groups or len(groups) < 2 or len({measured_alike(one) for one in every}) != 1:
+        return
+    accuracy = has_accuracy(every)
+    curves = {
+        i: next(iter(survival_curves(group, accuracy).values())) for i, group in groups.items()
+    }
+    sign = 1 if accuracy else -1
+    lost = []
+    for panel, points in curves[0].items():
+        for k, (size, mine, _) in enumerate(points):
+            others = [curves[i][panel][k][1] for i in curves if i]
+            if all(sign * mine > sign * other for other in others):
+                lost.append(f"{panel} {shown(size, 3)}")
+    if lost:
+        base = gathered.rows[0].label
+        yield f"After these changes {base} has the best mean of all: {join_words(lost)}."

@@ -1,0 +1,25 @@
+"""Every notebook runs from top to bottom and shows the kinds of output that are stored in it."""
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+def kinds(notebook):
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [sorted(output.get("data", {"text/plain": ""})) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_the_notebook_runs(file, tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    assert file.stat().st_size < 250_000
+    stored = nbformat.read(file, as_version=4)
+    assert kinds(stored), f"store its outputs: .venv/bin/jupyter-execute --inplace {file}"
+    fresh = nbformat.read(file, as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(fresh, timeout=300, kernel_name="python3", resources=where).execute()
+    assert kinds(fresh) == kinds(stored)

@@ -1,0 +1,99 @@
+"""The script that chooses the default rise, on made-up lines."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+rise = pytest.importorskip("rise", reason="needs scikit-learn")
+
+
+def made_up(runs, gain, highest=0.1):
+    """Lines of the runs and their baselines; `gain(run)` in points."""
+    lines = {}
+    for run in runs:
+        unit = rise.SETTINGS[run.setting].points
+        base = 90.0 + run.seed % 3
+        for each, points in ((run.baseline, 0.0), (run, gain(run))):
+            found = {"score": (base + points) / unit, "two_bits": 50.0 + 3 * points, "pruned": 50.0}
+            lines[each] = found | {"measured": 0.6 * each.strength, "highest": highest}
+    return lines
+
+
+RUNS = list(rise.stage_2(4, 0.5))
+
+
+def test_the_largest_rise_that_loses_nowhere_is_chosen():
+    lines = made_up(RUNS, lambda r: -2.0 if r.strength == 0.2 and r.setting == "fashion" else 0.1)
+    assert rise.largest(lines, RUNS) == {"rwp": 0.1, "m_rwp": 0.1}
+
+
+@pytest.mark.parametrize(("points", "passes"), [(-0.05, True), (-0.15, False), (-0.4, False)])
+def test_the_mean_over_settings_is_limited(points, passes):
+    lines = made_up(RUNS, lambda r: points)
+    assert bool(rise.largest(lines, RUNS)) is passes
+
+
+def test_one_large_gain_does_not_pay_for_losses_elsewhere():
+    lines = made_up(RUNS, lambda r: 30.0 if r.setting == "lm-little" else -0.25)
+    assert not rise.largest(lines, RUNS)
+
+
+def test_a_loss_within_two_standard_errors_counts_only_below_a_point():
+    def noisy(mean):
+        return lambda r: (mean + (3 if r.seed % 2 else -3)) if r.setting == "cifar10" else 0.1
+
+    assert rise.largest(made_up(RUNS, noisy(0.0)), RUNS)
+    verdict = rise.judge(made_up(RUNS, noisy(-0.9)), [r for r in RUNS if r.strength == 0.1])
+    assert verdict.gains["cifar10"].loses == (verdict.gains["cifar10"].mean < -1)
+
+
+def test_a_diverged_run_fails():
+    lines = made_up(RUNS, lambda r: float("nan") if r.seed == rise.FIRST_SEED else 0.5)
+    assert not rise.largest(lines, RUNS)
+
+
+def test_the_combination_that_gives_most_while_it_passes_is_taken():
+    runs = list(rise.stage_1())
+    lines = made_up(runs, lambda r: 0.2 if r.power == 4 or r.strength < 0.1 else -1.5)
+    for run in runs:
+        lines[run]["measured"] = run.strength * (0.8 if run.bound == 0.3 else 0.5)
+    assert rise.combination(lines) == (4, 0.3)
+
+
+def test_a_run_that_never_reached_the_bound_stands_for_both():
+    runs = [r for r in rise.stage_1() if r.bound == 0.5]
+    below, above = made_up(runs, lambda r: 0.0), made_up(runs, lambda r: 0.0, highest=0.5)
+    assert rise.complete(below, rise.stage_1())
+    assert {r.bound for r in rise.missing(above, rise.stage_1())} == {0.3}
+
+
+def test_stages_follow_each_other_and_nothing_is_repeated():
+    first = rise.to_do({})
+    assert {r.method for r in first} == {"baseline", "rwp"}
+    lines = made_up(rise.stage_1(), lambda r: 0.0)
+    second = rise.to_do(lines)
+    assert not set(second) & set(lines)
+    assert {r.method for r in second} == {"baseline", "baseline, two", "rwp", "m_rwp"}
+    lines |= made_up(RUNS, lambda r: 0.0)
+    assert {r.method for r in rise.to_do(lines)} <= {"msam"}
+
+
+def test_probes_are_compared_with_the_meter():
+    run = rise.Run("regression", "rwp", 0.05, 4, 0.5, rise.FIRST_SEED)
+    lines = {
+        run: {"probes": [[9.0, 0.1, 1.0], [0.04, 0.01, 0.05]]},
+        rise.replace(run, strength=0.1): {"probes": [[9.0, 0.1, 1.0], [0.03, 0.01, 0.1]]},
+        run.baseline: {},
+    }
+    median, within, n = rise.agreement(lines)["regression"]
+    assert (median, within, n) == (pytest.approx(0.55), 0.5, 2)
+
+
+def test_a_run_writes_its_line(tmp_path):
+    for method in ("baseline", "rwp", "m_rwp", "msam"):
+        run = rise.Run("regression", method, 0.05, 4, 0.5, rise.FIRST_SEED)
+        line = rise.train(run, steps=40)
+        assert line["score"] <= 100
+        assert ("measured" in line) == method.endswith("rwp")

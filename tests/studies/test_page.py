@@ -214,10 +214,10 @@ def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
     assert "lines belong to no run of the study as it is defined now" in pages["evidence/rich.md"]
 
 
-@pytest.mark.slow
 FIGURES = ("cost", "gain", "match", "survival", "transfer", "flatness")
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn(full, tmp_path):
     files = write_page(full.folder, tmp_path, (rich(minima=True),))
     names = {file.relative_to(tmp_path).as_posix() for file in files}

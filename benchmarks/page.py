@@ -162,7 +162,8 @@ def lora(result: Result) -> list[str]:
     return [
         f"Flat-LoRA on {result['parameters']:,} frozen parameters, rank 8, {result['rows']} rows a step, "
         f"one thread: peak memory over LoRA's, in copies of the base (bar {result['bar']:g}), and "
-        "processor seconds a step:\n",
+        "processor seconds a step. Peaks are those of live tensors; what malloc keeps varies by 20 MB from run "
+        "to run, for both ([why](decisions.md#frozen-layers)):\n",
         table(["", "copies", "seconds", "times LoRA"], rows),
     ]
 

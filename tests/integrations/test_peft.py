@@ -100,7 +100,7 @@ def written(model, eps):
 
 
 @pytest.mark.parametrize("chunk", [2**18, 100], ids=["one chunk", "many chunks"])
-@pytest.mark.parametrize("adapters", [("default",), ("a", "b")])
+@pytest.mark.parametrize("adapters", [("default",), ("one", "two")])
 def test_equals_noise_written_into_the_weights(adapters, chunk, monkeypatch):
     monkeypatch.setattr(frozen, "CHUNK", chunk)
     model = lora(adapters=adapters)
@@ -145,12 +145,12 @@ def test_the_noise_is_that_of_the_same_weights_unfrozen():
 
 
 def test_the_std_comes_from_the_rows_of_the_merged_weight():
-    model = lora(adapters=("a", "b"), use_rslora=True)
+    model = lora(adapters=("one", "two"), use_rslora=True)
     _, perturber = attached(model)
     model(**tokens())
     layers = [m for m in model.modules() if hasattr(m, "get_delta_weight")]
     for slot, layer in zip(perturber._training.weights.params, layers, strict=True):
-        delta = sum(layer.get_delta_weight(name) for name in ("a", "b"))
+        delta = sum(layer.get_delta_weight(name) for name in ("one", "two"))
         merged = layer.base_layer.weight + delta
         expected = 0.5 * merged.norm(dim=1) / merged.shape[1] ** 0.5
         torch.testing.assert_close(slot.layer.noise.std, expected.detach())
@@ -160,11 +160,11 @@ def test_the_std_comes_from_the_rows_of_the_merged_weight():
 
 
 def test_only_active_adapters_count():
-    model = lora(adapters=("a", "b"))
-    model.base_model.set_adapter("b")
+    model = lora(adapters=("one", "two"))
+    model.base_model.set_adapter("two")
     layer = next(m for m in model.modules() if hasattr(m, "get_delta_weight"))
     B, A = low_rank_parts(model)[layer.base_layer]()
-    torch.testing.assert_close(B @ A, layer.get_delta_weight("b"))
+    torch.testing.assert_close(B @ A, layer.get_delta_weight("two"))
     with model.disable_adapter():
         assert low_rank_parts(model)[layer.base_layer]() is None
     model.merge_adapter()

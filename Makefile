@@ -19,21 +19,21 @@ DEMO := runs/demo
 ANALYSES := landscape spectrum radius sharpness robustness
 landscape_options := --n 25
 radius_options := --directions 8
-robustness_options := --seeds 5 --draws 2
+robustness_options := --seeds 3 --draws 2
 TUNING := --tune --tuning.rises .05 .1 .2 --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
-demo: $(STAMP)  ## compare the paper's six methods on digits, look at their minima, write a page about it
-	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp --recipe digits --seeds 10 --eval-every 3 $(TUNING) \
+demo: $(STAMP)  ## compare the paper's six methods on digits, compress them, look at their minima, write a page
+	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp arwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 $(TUNING) \
 		--store $(DEMO) --out $(DEMO)/noisy.json
 	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
-	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 \
+	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 --no-robustness \
 		--store $(DEMO) --out $(DEMO)/clean.json
 	@echo; echo "How flat are the minima, and what do they bear? Landscape, spectrum, radius, sharpness, robustness:"; echo
 	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)
 	@echo
 	$(BIN)/steppe report $(DEMO)/noisy.json --store $(DEMO) --out $(DEMO)/report.html
 
-pictures: demo  ## run the demo, then write its pictures and tables into README and docs
+pictures: demo  ## run the demo, then write its pictures and the tables of the README
 	$(BIN)/python docs/pictures.py
 
 demo-%: $(STAMP)
@@ -55,6 +55,7 @@ unit: $(STAMP)
 
 bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write docs/performance.md
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/memory.py --lora
 	$(BIN)/python benchmarks/page.py
 
 study: $(STAMP)  ## train what is missing of a study (NAME=digits), or list them all

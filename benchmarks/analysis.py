@@ -18,7 +18,6 @@ PyHessian takes part where it is installed (`pip install -c constraints.txt pyhe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -57,19 +56,6 @@ NAIVE = {
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**27)}
 
 
-def interleaved(rounds: int, **works: Work) -> dict[str, list[float]]:
-    """Processor seconds of each work in each round, all works of a round after each other."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
-    for _ in range(rounds):
-        for name, work in works.items():
-            start = time.process_time()
-            work()
-            times[name].append(time.process_time() - start)
-    return times
-
-
 def ratio(times: dict[str, list[float]], above: str, below: str) -> dict[str, Any]:
     """Median and quartiles of the ratio within a round."""
     return measure.summary([a / b for a, b in zip(times[above], times[below], strict=True)])
@@ -104,12 +90,14 @@ def product_times(problem: Problem, batches: Batches, rounds: int) -> dict[str, 
         if theirs is not None:
             parts = [torch.randn_like(p) for p in model.parameters()]
             works["pyhessian"] = lambda: theirs.dataloader_hv_product(parts)
-        times = interleaved(rounds, **works)
+        times = measure.in_turns(works, rounds, clock=time.process_time)
     others = [name for name in works if name != "ours"]
     return {
         "batches": f"{len(batches)} of {len(batches[0][0])}",
         "mode": ours.mode,
-        "seconds": {name: measure.summary(values) for name, values in times.items()},
+        "seconds": {
+            name: measure.summary([t / 1e3 for t in values]) for name, values in times.items()
+        },
         "ours_over": {name: ratio(times, "ours", name) for name in others},
         "bars": {"pyhessian": 1.0, "forward": 9.0},
     }
@@ -281,11 +269,9 @@ def landscape_times(grid: int, rounds: int, quick: bool, before: dict[str, Any])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "a smoke run: numbers mean nothing")
     known = ("product", "eigenvalue", "stopping", "landscape")
     parser.add_argument("sections", nargs="*", default=list(known), help=f"of {', '.join(known)}")
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: numbers mean nothing")
     parser.add_argument("--grid", type=int, default=25, help="points of a side of the landscape")
     parser.add_argument("--rounds", type=int, default=1, help="of whole landscapes")
     parser.add_argument("--more", action="store_true", help="add rounds to those in the file")

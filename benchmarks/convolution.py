@@ -8,10 +8,8 @@ one thread. The two take turns; the ratio is taken turn by turn.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -40,10 +38,8 @@ def training_pass(plain: bool) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "one round")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     contenders = {"torch's convolution": training_pass(True), "ours": training_pass(False)}

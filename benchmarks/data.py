@@ -11,7 +11,6 @@ disk random bytes of its shape take its place: the work is the same.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -26,11 +25,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from steppe.lab import data, models
+from steppe.lab.data.cifar import NORMALISATION
 
 BATCH = 128
+CIFAR10 = NORMALISATION["cifar10"]
 AUGMENT = ("flip", "crop", "cutout")
 REPEATS = {"whole batch": 20, "per sample": 3, "whole batch, RandAugment": 3}
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 class PerSample(Dataset[tuple[Tensor, int]]):
@@ -38,7 +38,7 @@ class PerSample(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels.tolist()
-        self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, STD))
+        self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in (CIFAR10.mean, CIFAR10.std))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -84,7 +84,6 @@ def training_step(width: float) -> Callable[[], None]:
 
 
 def training_split(root: Path | None) -> tuple[data.MemorySplit, str]:
-    pipeline = data.Pipeline(mean=MEAN, std=STD)
     try:
         split = data.load("cifar10", root=root, augment=AUGMENT).train
         assert isinstance(split, data.MemorySplit)
@@ -93,16 +92,14 @@ def training_split(root: Path | None) -> tuple[data.MemorySplit, str]:
         draws = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (50_000, 3, 32, 32), generator=draws, dtype=torch.uint8)
         labels = torch.randint(0, 10, (50_000,), generator=draws)
-        split = data.MemorySplit(images, labels, pipeline).augmented(AUGMENT)
+        split = data.MemorySplit(images, labels, CIFAR10).augmented(AUGMENT)
         return split, "random bytes of CIFAR-10's shape"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, narrow network only")
+    parser = measure.parser(__doc__, "few rounds, narrow network only")
     parser.add_argument("--root", type=Path, help="folder of the data sets")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -79,10 +79,9 @@ def end_of(processes: str, *command: str, late: bool = False) -> str:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     script = [__file__, "--late-script", *command] if late else [*command]
     with subprocess.Popen(
-        [*launch, processes, *script],
+        [*measure.TORCHRUN, processes, *script],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -154,12 +153,10 @@ def main() -> None:
     if sys.argv[1:2] == ["--late-script"]:
         run_late(*sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "a single run")
     parser.add_argument("--runs", type=int, default=30, help="runs of each example under load")
     parser.add_argument("--torch-runs", type=int, default=10, help="the same without steppe")
     parser.add_argument("--late-runs", type=int, default=6, help="runs of each with late workers")
-    parser.add_argument("--quick", action="store_true", help="a single run")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--train", choices=["ddp", "fsdp"], help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

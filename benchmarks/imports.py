@@ -9,10 +9,8 @@ the time of `from steppe import *` after `import torch` (the names are imported 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from pathlib import Path
 
 import measure
 
@@ -34,10 +32,8 @@ def seconds(more: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "one round")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     crowded = measure.busy()
     rounds = 1 if arguments.quick else arguments.rounds

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,6 +19,15 @@ import torch
 import steppe
 
 RESULTS = Path(__file__).parent / "results"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def parser(doc: str, quick: str) -> argparse.ArgumentParser:
+    """What every benchmark understands; `quick` says what is left of it then."""
+    found = argparse.ArgumentParser(description=doc.splitlines()[0])
+    found.add_argument("--quick", action="store_true", help=quick)
+    found.add_argument("--out", type=Path, help="where to write the JSON")
+    return found
 
 
 def environment() -> dict[str, Any]:
@@ -53,7 +64,10 @@ def _used_seconds() -> float:
 
 
 def in_turns(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, repeats: Mapping[str, int] = {}
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    repeats: Mapping[str, int] = {},
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Milliseconds per call: A, B, A, B, …, each called `repeats` times (once) in its turn.
 
@@ -63,11 +77,11 @@ def in_turns(
     for turn in range(rounds + 1):
         for name, call in contenders.items():
             count = repeats.get(name, 1)
-            begin = time.perf_counter()
+            begin = clock()
             for _ in range(count):
                 call()
             if turn:
-                times[name].append(1e3 * (time.perf_counter() - begin) / count)
+                times[name].append(1e3 * (clock() - begin) / count)
     return times
 
 

@@ -6,7 +6,7 @@ Each contender trains a stack of 4096-wide linear layers (100 M parameters, 0.4 
 process of its own; the highest resident memory is read from the operating system, the one of SGD taken
 off, and the rest divided by the size of the parameters. Load does not matter.
 
-Flat-LoRA trains LoRA adapters (rank 8) on the same stack, frozen, on 512 rows, in float32 and bfloat16;
+`--lora`: Flat-LoRA trains LoRA adapters (rank 8) on the same stack, frozen, on 512 rows, in float32 and bfloat16;
 its memory is over that of LoRA without noise, and its time is processor time of one thread, which load
 changes little, per step and as a multiple of LoRA's.
 """
@@ -46,9 +46,8 @@ BARS = {
     "ARWP, element-wise": 2.1,
     "m-RWP": 2.1,
     "m-ARWP": 2.1,
-    "Flat-LoRA, float32": 0.15,
-    "Flat-LoRA, bfloat16": 0.15,
 }
+LORA_BAR = 0.15
 ROWS, FIRST_STEPS, STEPS = 512, 12, 8
 
 
@@ -124,29 +123,9 @@ def peak_of(name: str, layers: int, width: int) -> list[float]:
     return [float(line) for line in done.stdout.split()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--quick", action="store_true", help="a small network, three contenders")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
-    arguments = parser.parse_args()
-    if arguments.one:
-        run = train_lora if "LoRA" in arguments.one else train
-        run(arguments.one, arguments.layers, arguments.width)
-        return
-    if arguments.quick:
-        arguments.layers = 1
-    names = ["RWP", "MSAM", "SAM"] if arguments.quick else [*METHODS, "ARWP, released form"]
-    size = 4 * arguments.layers * (arguments.width**2 + arguments.width)
-    (plain,) = peak_of("SGD", arguments.layers, arguments.width)
-    print(f"{size // 4:,} parameters; extra peak memory over SGD, in copies of them")
-    found = {}
-    for name in names:
-        found[name] = (peak_of(name, arguments.layers, arguments.width)[0] - plain) / size
-        bar = f"  (bar {BARS[name]})" if name in BARS else ""
-        print(f"{name:24}{found[name]:>7.2f}{bar}", flush=True)
+def compare_lora(size: int, arguments: argparse.Namespace) -> None:
+    """Flat-LoRA beside LoRA, each in a process of its own; written to a result of its own."""
+    print(f"{size // 4:,} frozen parameters, {ROWS} rows a step; over LoRA, in copies of them")
     lora = {}
     for dtype in ("float32", "bfloat16"):
         seconds, peaks = zip(
@@ -164,11 +143,42 @@ def main() -> None:
             "times LoRA": seconds[1] / seconds[0],
         }
         print(
-            f"{name:24}{lora[name]['copies']:>7.2f}  (bar {BARS[name]}, over LoRA)  "
+            f"{name:24}{lora[name]['copies']:>7.2f}  (bar {LORA_BAR})  "
             f"{seconds[1]:.2f} s a step, {lora[name]['times LoRA']:.2f} times LoRA",
             flush=True,
         )
-    result = {"parameters": size // 4, "copies": found, "bars": BARS, "lora": lora}
+    result = {"parameters": size // 4, "rows": ROWS, "bar": LORA_BAR, "lora": lora}
+    print("written to", measure.write("lora", json.loads(json.dumps(result)), arguments.out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--quick", action="store_true", help="a small network, three contenders")
+    parser.add_argument("--lora", action="store_true", help="Flat-LoRA beside LoRA, nothing else")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        run = train_lora if "LoRA" in arguments.one else train
+        run(arguments.one, arguments.layers, arguments.width)
+        return
+    if arguments.quick:
+        arguments.layers = 1
+    names = ["RWP", "MSAM", "SAM"] if arguments.quick else [*METHODS, "ARWP, released form"]
+    size = 4 * arguments.layers * (arguments.width**2 + arguments.width)
+    if arguments.lora:
+        compare_lora(size, arguments)
+        return
+    (plain,) = peak_of("SGD", arguments.layers, arguments.width)
+    print(f"{size // 4:,} parameters; extra peak memory over SGD, in copies of them")
+    found = {}
+    for name in names:
+        found[name] = (peak_of(name, arguments.layers, arguments.width)[0] - plain) / size
+        bar = f"  (bar {BARS[name]})" if name in BARS else ""
+        print(f"{name:24}{found[name]:>7.2f}{bar}", flush=True)
+    result = {"parameters": size // 4, "copies": found, "bars": BARS}
     print("written to", measure.write("memory", json.loads(json.dumps(result)), arguments.out))
 
 

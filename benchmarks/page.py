@@ -34,20 +34,19 @@ everything and writes this page again.
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def span(s: dict[str, float], digits: int = 1, by: float = 1.0) -> str:
-    return (
-        f"{s['median'] / by:.{digits}f} [{s['low'] / by:.{digits}f}, {s['high'] / by:.{digits}f}]"
-    )
+    median, low, high = (f"{s[key] / by:.{digits}f}" for key in ("median", "low", "high"))
+    return f"{median} [{low}, {high}]"
 
 
 def source(result: Result, script: str) -> str:
     count = result.get("threads")
     threads = f", {count} thread{'s' * (count != 1)}" if count else ""
     return (
-        f"`python benchmarks/{script}.py`, {result['machine']}{threads}, torch {result['torch']}, "
+        f"`python benchmarks/{script}`, {result['machine']}{threads}, torch {result['torch']}, "
         f"{result['date']}.\n"
     )
 
@@ -56,13 +55,12 @@ def verdict(value: float, bar: float, digits: int = 2) -> str:
     return f"{value:.{digits}f} ({'meets' if value <= bar else 'misses'} {bar:g})"
 
 
-def step(result: Result) -> str:
+def step(result: Result) -> list[str]:
     names = {"resnet18": "ResNet-18, CIFAR form", "vit": "ViT-S", "mlp": "MLP 64-128-128-10"}
-    parts = ["## A training step\n", source(result, "step")]
-    parts.append(
+    parts = [
         "On a shared machine whole steps of seconds vary by a tenth from one to the next, more than a "
         "one-pass method adds. Its parts are therefore measured alone too, and judged by.\n"
-    )
+    ]
     for net, found in result["nets"].items():
         steps, added = found["steps"], found["added"]
         sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
@@ -72,24 +70,24 @@ def step(result: Result) -> str:
             f"each, an SGD step takes {span(steps['SGD'])} ms:\n"
         )
         rows = [[name, span(s, 3, sgd)] for name, s in steps.items() if name != "SGD"]
-        parts.append(table(["", "× an SGD step"], rows) + "\n")
+        parts.append(table(["", "× an SGD step"], rows))
         rows = [
             [name, span(s, 2), f"{s['median'] / released:.2f}", f"{s['median'] / sgd:.1%}"]
             for name, s in added.items()
         ]
         parts.append("What one-pass methods add, measured alone:\n")
-        parts.append(table(["", "ms", "of the released form", "of an SGD step"], rows) + "\n")
+        parts.append(table(["", "ms", "of the released form", "of an SGD step"], rows))
         rows = [[name, span(s, 2)] for name, s in found["free"].items()]
         parts.append(
             "Steps whose loss costs next to nothing, which leave what a method does itself:\n"
         )
-        parts.append(table(["", "ms"], rows) + "\n")
+        parts.append(table(["", "ms"], rows))
         parts.append(bars(net, steps, added, found["free"]))
     parts.append(
         "*Released form*: per-tensor loops, full-size history, clones and `.item()` as in the authors' "
         "scripts, written anew (`benchmarks/released.py`).\n"
     )
-    return "\n".join(parts)
+    return parts
 
 
 def bars(net: str, steps: Result, added: Result, free: Result) -> str:
@@ -119,94 +117,87 @@ def bars(net: str, steps: Result, added: Result, free: Result) -> str:
     return "Against the bars that were set before:\n\n" + "\n".join(lines) + "\n"
 
 
-def scaling(result: Result) -> str:
-    batches = result["batches"]
-    names = list(next(iter(result["weights"].values())))
-    parts = [
-        "## With the number of weights, of tensors, and with the batch\n",
-        source(result, "scaling"),
-    ]
+def scaling(result: Result) -> list[str]:
+    names, parts = list(next(iter(result["weights"].values()))), []
     for what, said in (("weights", "weights"), ("tensors", "tensors, a million weights in all")):
-        if what not in result:
-            continue
-        rows = [
-            [f"{int(count):,}", *[span(found[name], 3) for name in names]]
-            for count, found in result[what].items()
-        ]
-        parts.append(f"Milliseconds that are added to a step, by the number of {said}:\n")
-        parts.append(table([what, *names], rows) + "\n")
+        if what in result:
+            rows = [
+                [f"{int(count):,}", *[span(found[name], 3) for name in names]]
+                for count, found in result[what].items()
+            ]
+            parts.append(f"Milliseconds that are added to a step, by the number of {said}:\n")
+            parts.append(table([what, *names], rows))
     if found := dict(result.get("embedding", {})):
         rows = found.pop("rows in the batch")
         parts.append(
             f"A net of MiniLM's sizes, 16 sequences of 32 tokens ({rows} of the embedding's 30,522 rows), ms:\n"
         )
-        parts.append(table(["", "ms"], [[n, span(f, 1)] for n, f in found.items()]) + "\n")
-    parts.append("Milliseconds that ARWP adds to whole steps of a million weights, by the batch:\n")
-    rows = [[b, span(found["SGD"], 2), span(found["added"], 2)] for b, found in batches.items()]
-    parts.append(table(["batch", "SGD", "ARWP adds"], rows) + "\n")
+        parts.append(table(["", "ms"], [[n, span(f, 1)] for n, f in found.items()]))
+    rows = [[b, span(f["SGD"], 2), span(f["added"], 2)] for b, f in result["batches"].items()]
     said = "Cost against the number of weights, of tensors, and the batch"
-    parts.append(f"![{said}]({FIGURE.name})\n")
-    return "\n".join(parts)
+    return [
+        *parts,
+        "Milliseconds that ARWP adds to whole steps of a million weights, by the batch:\n",
+        table(["batch", "SGD", "ARWP adds"], rows),
+        f"![{said}]({FIGURE.name})\n",
+    ]
 
 
-def memory(result: Result) -> str:
+def memory(result: Result) -> list[str]:
     rows = [
         [name, f"{copies:.2f}", f"{result['bars'][name]:g}" if name in result["bars"] else ""]
         for name, copies in result["copies"].items()
     ]
-    return "\n".join(
-        [
-            "## Memory\n",
-            source(result, "memory"),
-            f"Peak memory over SGD's, in copies of {result['parameters']:,} parameters:\n",
-            table(["", "copies", "bar"], rows) + "\n",
-        ]
-    )
+    return [
+        f"Peak memory over SGD's, in copies of {result['parameters']:,} parameters:\n",
+        table(["", "copies", "bar"], rows),
+    ]
 
 
-def imports(result: Result) -> str:
+def lora(result: Result) -> list[str]:
+    rows = [
+        [name, f"{f['copies']:.2f}", f"{f['seconds']:.1f}", f"{f['times LoRA']:.1f}"]
+        for name, f in result["lora"].items()
+    ]
+    return [
+        f"Flat-LoRA on {result['parameters']:,} frozen parameters, rank 8, {result['rows']} rows a step, "
+        f"one thread: peak memory over LoRA's, in copies of the base (bar {result['bar']:g}), and "
+        "processor seconds a step:\n",
+        table(["", "copies", "seconds", "times LoRA"], rows),
+    ]
+
+
+def imports(result: Result) -> list[str]:
     own = result["seconds"]["import steppe after torch"]
     rows = [[name, span(s, 3), f"{s['n']:.0f}"] for name, s in result["seconds"].items()]
-    return "\n".join(
-        [
-            "## Import\n",
-            source(result, "imports"),
-            table(["", "seconds", "n"], rows) + "\n",
-            f"`import steppe` adds {verdict(own['median'], result['bar'], 3)} s to `import torch`.\n",
-        ]
-    )
+    return [
+        table(["", "seconds", "n"], rows),
+        f"`import steppe` adds {verdict(own['median'], result['bar'], 3)} s to `import torch`.\n",
+    ]
 
 
-def data(result: Result) -> str:
+def data(result: Result) -> list[str]:
     rows = [[name, span(s, 2), f"{s['n']:.0f}"] for name, s in result["milliseconds"].items()]
     shares = ", ".join(f"{share:.2%} ({name})" for name, share in result["share_of_step"].items())
-    return "\n".join(
-        [
-            "## Batches\n",
-            source(result, "data"),
-            f"{result['what']}:\n",
-            table(["", "ms", "n"], rows) + "\n",
-            f"Whole batches are {result['speedup']:.1f} times faster than samples one by one, and take "
-            f"{shares} of a ResNet-18 step.\n",
-        ]
-    )
+    return [
+        f"{result['what']}:\n",
+        table(["", "ms", "n"], rows),
+        f"Whole batches are {result['speedup']:.1f} times faster than samples one by one, and take "
+        f"{shares} of a ResNet-18 step.\n",
+    ]
 
 
-def parallel(result: Result) -> str:
+def parallel(result: Result) -> list[str]:
     base = result["times"]["SGD, one process"]["median"]
     rows = [[name, span(s, 2, base), f"{s['n']:.0f}"] for name, s in result["times"].items()]
-    return "\n".join(
-        [
-            "## Two processes\n",
-            source(result, "parallel"),
-            f"ResNet-18, batch {result['batch']} per pass, one thread a process:\n",
-            table(["", "× an SGD step in one process", "n"], rows) + "\n",
-            "What this shows is on the page about [parallel passes](parallel.md).\n",
-        ]
-    )
+    return [
+        f"ResNet-18, batch {result['batch']} per pass, one thread a process:\n",
+        table(["", "× an SGD step in one process", "n"], rows),
+        "What this shows is on the page about [parallel passes](parallel.md).\n",
+    ]
 
 
-def analysis(result: Result) -> str:
+def analysis(result: Result) -> list[str]:
     product, plane = result["product"], result["landscape"]
     over, speed = product["ours_over"], plane["naive_over_ours"]
     rows = [
@@ -220,24 +211,20 @@ def analysis(result: Result) -> str:
         ]
         for stage, found in result["eigenvalue"]["stages"].items()
     ]
-    return "\n".join(
-        [
-            "## Analysis\n",
-            source(result, "analysis"),
-            f"{result['network']}, {result['parameters']:,} parameters, {result['samples']} images, "
-            f"{result['clock']}.\n",
-            f"- A Hessian product ({product['batches']}) takes "
-            f"{verdict(over['pyhessian']['median'], product['bars']['pyhessian'])} of PyHessian's time and "
-            f"{verdict(over['forward']['median'], product['bars']['forward'], 1)} forwards, "
-            f"n = {over['forward']['n']}.",
-            f"- A landscape of {plane['grid']} x {plane['grid']} points is {span(speed, 2)} times faster than "
-            f"the loop over {plane['naive']} with `load_state_dict` (asked for: {plane['bar']:g}), "
-            f"n = {speed['n']}; {plane['ms_a_point_ours'][0]:.0f} ms a point.\n",
-            f"Products until the largest eigenvalue is within {result['eigenvalue']['tol']:g} (in brackets: "
-            "until the method's own rule stops), two starts; a dash where that was never reached:\n",
-            table(["network", "two largest", "`top_eigs`", "PyHessian"], rows) + "\n",
-        ]
-    )
+    return [
+        f"{result['network']}, {result['parameters']:,} parameters, {result['samples']} images, "
+        f"{result['clock']}.\n",
+        f"- A Hessian product ({product['batches']}) takes "
+        f"{verdict(over['pyhessian']['median'], product['bars']['pyhessian'])} of PyHessian's time and "
+        f"{verdict(over['forward']['median'], product['bars']['forward'], 1)} forwards, "
+        f"n = {over['forward']['n']}.",
+        f"- A landscape of {plane['grid']} x {plane['grid']} points is {span(speed, 2)} times faster than "
+        f"the loop over {plane['naive']} with `load_state_dict` (asked for: {plane['bar']:g}), "
+        f"n = {speed['n']}; {plane['ms_a_point_ours'][0]:.0f} ms a point.\n",
+        f"Products until the largest eigenvalue is within {result['eigenvalue']['tol']:g} (in brackets: "
+        "until the method's own rule stops), two starts; a dash where that was never reached:\n",
+        table(["network", "two largest", "`top_eigs`", "PyHessian"], rows),
+    ]
 
 
 def _products(search: dict[str, float | None]) -> str:
@@ -245,39 +232,38 @@ def _products(search: dict[str, float | None]) -> str:
     return f"{needed} [{search['stopped']}]"
 
 
-def launches(result: Result) -> str:
+def launches(result: Result) -> list[str]:
     nets = list(next(iter(result["counts"].values())))
     rows = [[name, *[f"{c[net]:.3g}" for net in nets]] for name, c in result["counts"].items()]
     parts = [
-        "## Operations, which on a GPU are launches\n",
-        source(result, "launches"),
         "Operations for each perturbed pass beyond forwards, backwards and the optimizer's step, counted on "
         "the `meta` device with a GPU's block sizes. They do not grow with depth. The bars are "
         f"{result['bars']['transformer']} for a transformer and {result['bars']['resnet18']} for ResNet-18.\n",
-        table(["", *nets], rows) + "\n",
+        table(["", *nets], rows),
     ]
     for net, found in result.get("times", {}).items():
         sgd, wanted = found["SGD"]["median"], result["time_bars"][net]
-        parts.append(
-            f"Whole steps where operations are all there is ({net}, one thread), × SGD's:\n"
-        )
         rows = [
             [name, f"{s['median'] / sgd:.2f}", f"{wanted[name]:g}" if name in wanted else ""]
             for name, s in found.items()
         ]
-        parts.append(table(["", "× an SGD step", "bar"], rows) + "\n")
-    return "\n".join(parts)
+        parts += [
+            f"Whole steps where operations are all there is ({net}, one thread), × SGD's:\n",
+            table(["", "× an SGD step", "bar"], rows),
+        ]
+    return parts
 
 
 SECTIONS = {
-    "step": step,
-    "launches": launches,
-    "scaling": scaling,
-    "memory": memory,
-    "parallel": parallel,
-    "imports": imports,
-    "data": data,
-    "analysis": analysis,
+    "step": ("A training step", step),
+    "launches": ("Operations, which on a GPU are launches", launches),
+    "scaling": ("With the number of weights, of tensors, and with the batch", scaling),
+    "memory": ("Memory", memory),
+    "lora": ("LoRA", lora),
+    "parallel": ("Two processes", parallel),
+    "imports": ("Import", imports),
+    "data": ("Batches", data),
+    "analysis": ("Analysis", analysis),
 }
 
 
@@ -287,7 +273,12 @@ def load(folder: Path = measure.RESULTS) -> dict[str, Result]:
 
 
 def text(results: dict[str, Result]) -> str:
-    parts = [HEAD, *[section(results[n]) for n, section in SECTIONS.items() if n in results]]
+    parts = [HEAD]
+    for name, (title, section) in SECTIONS.items():
+        if name in results:
+            result = results[name]
+            script = "memory.py --lora" if name == "lora" else f"{name}.py"
+            parts += [f"## {title}\n", source(result, script), *section(result)]
     missing = [name for name in SECTIONS if name not in results]
     if missing:
         parts.append(f"Not measured yet: {', '.join(missing)}.\n")

@@ -11,6 +11,7 @@ would buy half of its time, which is shown beside it.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -57,33 +58,20 @@ def contender(method: steppe.Method, batch: int, width: float, group: Any, **opt
 
 def contenders(batch: int, width: float) -> dict[str, tuple[Step, bool]]:
     """Each contender's step, and whether both processes take part in it."""
-    alone = dist.new_group([0])
-    both = dist.group.WORLD
+    alone, both = dist.new_group([0]), dist.group.WORLD
+    sgd, sam, first = steppe.sgd(), steppe.sam(), dist.get_rank() == 0
     found: dict[str, tuple[Step, bool]] = {}
-    if dist.get_rank() == 0:
-        found["SGD, one process"] = (contender(steppe.sgd(), batch, width, alone), False)
-        found["SAM, one process"] = (contender(steppe.sam(), batch, width, alone), False)
-    else:
-        found["SGD, one process"] = found["SAM, one process"] = (_nothing, False)
-    half = batch // 2
-    found["SGD, two processes, half a batch each"] = (
-        contender(steppe.sgd(), half, width, both),
-        True,
-    )
-    found["SAM, two processes, half a batch each"] = (
-        contender(steppe.sam(), half, width, both),
-        True,
-    )
-    found["SGD, two processes, a batch each"] = (contender(steppe.sgd(), batch, width, both), True)
-    found["m-ARWP, two processes, a batch each"] = (
-        contender(steppe.m_arwp(0.015), batch, width, both),
-        True,
-    )
+    for name, method in {"SGD, one process": sgd, "SAM, one process": sam}.items():
+        step = contender(method, batch, width, alone) if first else lambda: None
+        found[name] = (step, False)
+    for name, method, size in (
+        ("SGD, two processes, half a batch each", sgd, batch // 2),
+        ("SAM, two processes, half a batch each", sam, batch // 2),
+        ("SGD, two processes, a batch each", sgd, batch),
+        ("m-ARWP, two processes, a batch each", steppe.m_arwp(0.015), batch),
+    ):
+        found[name] = (contender(method, size, width, both), True)
     return found
-
-
-def _nothing() -> None:
-    return None
 
 
 def gradient_exchange(width: float) -> Step:
@@ -111,15 +99,8 @@ def bytes_sent(step: Step) -> int:
     """What this rank puts into collectives in one step, read off torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         step()
-    total = 0
-    for event in seen.events():
-        if event.name.startswith("gloo:"):
-            for shape in event.input_shapes:
-                count = 1
-                for size in shape:
-                    count *= size
-                total += 4 * count if shape else 0
-    return total
+    shapes = [e.input_shapes for e in seen.events() if e.name.startswith("gloo:")]
+    return sum(4 * math.prod(shape) for each in shapes for shape in each if shape)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -176,12 +157,10 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "two rounds of a narrow network")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
     parser.add_argument("--batch", type=int, default=64, help="samples per pass")
     parser.add_argument("--width", type=float, default=1.0, help="width multiplier of the network")
-    parser.add_argument("--quick", action="store_true", help="two rounds of a narrow network")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.width, arguments.batch = 2, 0.125, 8
@@ -189,15 +168,7 @@ def main() -> None:
         with steppe.process_group("gloo"):
             work(arguments)
         return
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    os.execv(sys.executable, [*launch, *sys.argv])
+    os.execv(sys.executable, [*measure.TORCHRUN, "2", *sys.argv])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ STAGE_1_RISES, STAGE_1_SEEDS, STAGE_3_SEEDS = (0.05, 0.2), 3, 5
 MEAN, NOTICED, WORST, MOST = -0.1, 0.3, -1.0, 1.0
 """Points: the least mean over settings; the loss on one that counts unless two standard errors are more;
 the least on any one; the most that one setting adds to the mean."""
+ACTIVE = 4
+"""Settings on which a rise has to do something."""
 Lines = Mapping[Run, Mapping[str, Any]]
 
 
@@ -72,6 +74,11 @@ class Verdict(NamedTuple):
         return statistics.mean(min(gain.mean, MOST) for gain in self.gains.values())
 
     @property
+    def active(self) -> list[str]:
+        """Settings where half of the rise or more is measured."""
+        return [name for name, share in self.measured.items() if share >= 0.5]
+
+    @property
     def passes(self) -> bool:
         return self.mean >= MEAN and not any(gain.loses for gain in self.gains.values())
 
@@ -87,9 +94,15 @@ def stage_1() -> Iterator[Run]:
             yield Run(setting, "rwp", rise, power, bound, seed)
 
 
-def stage_2(power: int, bound: float) -> Iterator[Run]:
+def stage_2(lines: Lines, power: int, bound: float) -> Iterator[Run]:
+    """Rises that failed in stage 1 under this ramp and bound are not trained further."""
+    failed = set()
+    for rise in STAGE_1_RISES:
+        runs = [r for r in stage_1() if (r.power, r.bound, r.strength) == (power, bound, rise)]
+        if (verdict := judge(lines, runs)) is not None and not verdict.passes:
+            failed.add(("rwp", rise))
     for setting, method, rise in itertools.product(SETTINGS, ("rwp", "m_rwp"), RISES):
-        for seed in seeds(setting):
+        for seed in seeds(setting) if (method, rise) not in failed else ():
             yield Run(setting, method, rise, power, bound, seed)
 
 
@@ -152,12 +165,13 @@ def missing(lines: Lines, runs: Iterable[Run]) -> list[Run]:
 
 
 def combination(lines: Lines) -> tuple[int, float]:
-    """Stage 1: where a rise that passes gives the most, by the mean share times the rise asked."""
+    """Stage 1: where a rise that passes and does something gives the most, by the mean share times the
+    rise asked."""
     best, chosen = -1.0, COMBINATIONS[0]
     for combo, rise in itertools.product(COMBINATIONS, STAGE_1_RISES):
         runs = [r for r in stage_1() if (r.power, r.bound) == combo and r.strength == rise]
         verdict = judge(lines, runs)
-        if verdict is not None and verdict.passes:
+        if verdict is not None and verdict.passes and len(verdict.active) >= ACTIVE:
             given = rise * statistics.mean(min(1.0, m) for m in verdict.measured.values())
             if given > best:
                 best, chosen = given, combo
@@ -168,7 +182,7 @@ def to_do(lines: Lines) -> list[Run]:
     """The next runs of the first stage that is not complete."""
     return (
         missing(lines, stage_1())
-        or missing(lines, stage_2(*combination(lines)))
+        or missing(lines, stage_2(lines, *combination(lines)))
         or missing(lines, stage_3())
     )
 
@@ -189,7 +203,7 @@ def largest(lines: Lines, runs: Iterable[Run]) -> dict[str, float]:
 def does_something(lines: Lines, runs: list[Run]) -> tuple[list[str], dict[str, Gain]]:
     """Settings where half of the rise is measured, and those that gain after rounding or pruning."""
     verdict = judge(lines, runs)
-    active = [name for name, share in verdict.measured.items() if share >= 0.5] if verdict else []
+    active = verdict.active if verdict else []
     gains: dict[str, Gain] = {}
     for name, change in itertools.product(SETTINGS, ("two_bits", "pruned")):
         pairs = [(found(lines, r), found(lines, r.baseline)) for r in runs if r.setting == name]
@@ -239,7 +253,7 @@ def choose(lines: Lines) -> None:
         runs = [r for r in stage_1() if (r.power, r.bound, r.strength) == (p, b, rise)]
         show(f"stage 1: power {p}, bound {b}, rise {rise}", judge(lines, runs))
     print(f"chosen: power {power}, bound {bound}", "" if complete(lines, stage_1()) else "(so far)")
-    for stage, runs in ((2, list(stage_2(power, bound))), (3, list(stage_3()))):
+    for stage, runs in ((2, list(stage_2(lines, power, bound))), (3, list(stage_3()))):
         cells = sorted({(r.method, r.strength) for r in runs})
         for method, strength in cells:
             mine = [r for r in runs if (r.method, r.strength) == (method, strength)]

@@ -26,7 +26,7 @@ from steppe.lab import data, models
 from steppe.methods import Method, Pass, mixed
 from steppe.noise import Draw
 from steppe.perturbations import Gaussian
-from steppe.strength import Steering
+from steppe.strength import BASE, Steering
 
 CONTEXT, DIM, CHARACTERS = 32, 64, 96
 LITTLE_TEXT, MUCH_TEXT, HELD_OUT = 2_000, 400_000, 20_000
@@ -270,7 +270,7 @@ class Look:
     def after(self, step: int, closure: Callable[[], Tensor]) -> None:
         if self.memory is None or self.perturber is None:
             return
-        self.highest = max(self.highest, float(self.memory[4]))
+        self.highest = max(self.highest, float(self.memory[BASE]))
         if step > 2 * self.steps / 3 and step % 10 == 0:
             self.measured.append(self.perturber.stats()["measured_rise"])
         if self.run.seed % 1000 < PROBED and step in (self.steps // 2, self.steps - 1):

@@ -1,4 +1,4 @@
-"""What the README and the docs show of `make demo`: pictures, and tables between comments.
+"""What README and docs show of `make demo`: pictures, and the tables of the README.
 
 Run by `make pictures`.
 """
@@ -68,8 +68,7 @@ def tables(gathered: Gathered) -> dict[str, str]:
     sentence = comparison_sentence(comparison)
     worse = [f"{words} " for words in notices(gathered) if words.startswith("Calibration")]
     left = {(c.row.spec, c.change.partition(",")[0]): c.values for c in survival_cells(comparison)}
-    changes = list(dict.fromkeys(change for _, change in left))
-    result, compressed = [], []
+    result = []
     for row in gathered.rows:
         mean, std = mean_std(row.values("test", "accuracy"))
         three = mean_std(left[row.spec, "3 bits"])[0]
@@ -78,9 +77,6 @@ def tables(gathered: Gathered) -> dict[str, str]:
         time = row.cost["time"]
         cells = f"{mean:.2f} ± {std:.2f} | {gain} | {time:.2f} | {three:.1f} | {ece:.1f}"
         result.append(f"| {row.label} | {cells} |")
-        each = " | ".join(f"{mean_std(left[row.spec, change])[0]:.1f}" for change in changes)
-        compressed.append(f"| {row.label} | {row.strength or '–'} | {each} |")
-    names = " | ".join(change.replace("none", "unchanged") for change in changes)
     where = comparison.example.environment
     machine = f"torch {where['torch']}, {where['processor']}, one thread per run."
     printed = comparison.table(width=80).partition("\n\n")[2].partition("\n\n")[0]
@@ -91,24 +87,18 @@ def tables(gathered: Gathered) -> dict[str, str]:
             "|---|---:|---:|---:|---:|---:|", *result, "", f"{sentence} {''.join(worse)}{machine}",
         ]),
         "output": f"```\n{printed}\n…\n{wrapped}\n```",
-        "compressed": "\n".join([
-            f"| | strength | {names} |", "|---|---|" + "---:|" * len(changes), *compressed,
-        ]),
     }  # fmt: skip
 
 
 def write(gathered: Gathered) -> None:
     """Put each table where its comment stands."""
-    for file in (ROOT / "README.md", ROOT / "docs/compression.md"):
-        content = file.read_text(encoding="utf-8")
-        for name, table in tables(gathered).items():
-            begin = f"<!-- {name}: written by docs/pictures.py -->\n"
-            before, found, rest = content.partition(begin)
-            if found:
-                content = (
-                    f"{before}{begin}\n{table}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-                )
-        file.write_text(content, encoding="utf-8")
+    file = ROOT / "README.md"
+    content = file.read_text(encoding="utf-8")
+    for name, table in tables(gathered).items():
+        begin, end = f"<!-- {name}: written by docs/pictures.py -->\n", "<!-- end -->"
+        before, _, rest = content.partition(begin)
+        content = f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
+    file.write_text(content, encoding="utf-8")
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ class Command:
     """
 
     name: Annotated[Positional[str | None], tyro.conf.arg(metavar="STUDY")] = None
-    """A study; none: list them all, with what is done and missing."""
+    """A study (or finetune, which has its own runs); none: list them all, with what is done and missing."""
     jobs: int = 0
     """Runs side by side, one thread each; 0: as many as there are cores."""
     setting: tuple[str, ...] = ()
@@ -76,6 +76,13 @@ class Command:
         if self.jobs < 0:
             raise LabError(f"jobs must be at least 0, got {self.jobs}.")
         processes = self.jobs or os.cpu_count() or 1
+        if self.name == "finetune":
+            from studies.finetune import run_finetune
+
+            root = Path(self.root or ".")
+            words = run_finetune(self.evidence, root, self.minutes, self.seeds)
+            sys.stdout.write(f"{words}\n")
+            return
         if self.name is None:
             plans = [make_plan(s, Evidence(self.evidence, s.name)) for s in STUDIES.values()]
         else:

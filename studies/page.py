@@ -16,6 +16,7 @@ from studies.definitions import STUDIES, Study
 from studies.evidence import Evidence, Line
 from studies.figures import landscapes
 from studies.findings import JUDGED, Findings
+from studies.finetune import section as finetune_section
 from studies.flatness import CAPTION, TITLE, correlations, flatness_figure, flatness_words
 from studies.questions import NOTHING, PRIMARY, post_hoc
 from studies.tables import (
@@ -86,6 +87,7 @@ def compose(
         *sections,
         PAPER,
         *_written(paper_table(found)),
+        *finetune_section(evidence),
         "## Studies",
         "",
         _overview(found),

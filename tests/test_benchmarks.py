@@ -68,7 +68,7 @@ def test_the_page_names_missing_results_and_judges_by_the_numbers(monkeypatch):
     assert "RWP adds 0.60 (misses 0.55)" in written
     assert "ARWP adds 0.50 (meets 0.55)" in written
     assert "m-ARWP takes 1.100 (misses 1.02) of SAM, in one process" in written
-    assert "Not measured yet: scaling, memory" in written
+    assert "Not measured yet: launches, scaling, memory" in written
 
 
 def test_the_released_form_is_arwp_with_its_exponent():

@@ -21,7 +21,7 @@ def made_up(runs, gain, highest=0.1):
     return lines
 
 
-RUNS = list(rise.stage_2(4, 0.5))
+RUNS = list(rise.stage_2({}, 4, 0.5))
 
 
 def test_the_largest_rise_that_loses_nowhere_is_chosen():
@@ -60,6 +60,17 @@ def test_the_combination_that_gives_most_while_it_passes_is_taken():
     for run in runs:
         lines[run]["measured"] = run.strength * (0.8 if run.bound == 0.3 else 0.5)
     assert rise.combination(lines) == (4, 0.3)
+    for run in runs:  # what hardly arrives is not taken, however much passes
+        lines[run]["measured"] = run.strength * (0.4 if run.power == 4 else 0.6)
+    assert rise.combination(lines) == (2, 0.5)
+
+
+def test_a_rise_that_failed_before_is_not_trained_further():
+    runs = list(rise.stage_1())
+    lines = made_up(runs, lambda r: -1.5 if r.strength == 0.2 else 0.2)
+    kinds = {(r.method, r.strength) for r in rise.stage_2(lines, 2, 0.5)}
+    assert ("rwp", 0.2) not in kinds
+    assert {("rwp", 0.1), ("m_rwp", 0.2)} < kinds
 
 
 def test_a_run_that_never_reached_the_bound_stands_for_both():
@@ -97,3 +108,11 @@ def test_a_run_writes_its_line(tmp_path):
         line = rise.train(run, steps=40)
         assert line["score"] <= 100
         assert ("measured" in line) == method.endswith("rwp")
+        assert method[-3:] != "rwp" or line["ratio"] <= line["highest"] <= 0.5
+
+
+def test_the_highest_ratio_is_that_before_the_ramp():
+    """It says whether a lower bound would have made a difference."""
+    line = rise.train(rise.Run("regression", "rwp", 5.0, 4, 0.5, rise.FIRST_SEED), steps=60)
+    assert line["highest"] > 0.1
+    assert line["highest"] >= line["ratio"]

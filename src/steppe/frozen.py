@@ -172,10 +172,10 @@ class Forward:
     def __init__(self, layer: FrozenLinear, module: nn.Linear) -> None:
         self._layer, self._module = layer, module
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear.forward
         if self._layer.noise is None:
-            return nn.Linear.forward(self._module, x)
-        return self._noisy(x)
+            return nn.Linear.forward(self._module, input)
+        return self._noisy(input)
 
     @_disable_dynamo
     def _noisy(self, x: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ PERIOD = 4
 STUCK = 100
 """Steps at the bound after which r is halved."""
 SHUT_AFTER = 500
+BASE = 5
+"""Where the state holds r before the ramp."""
 REST = 8
 """Every so many steps one runs at the true weights, and it alone updates BatchNorm's statistics."""
 
@@ -77,7 +79,7 @@ class Steering:
 
     def init(self, like: Tensor) -> Tensor:
         state = like.new_zeros(12)
-        state[5], state[6], state[11] = FIRST, 1.0, LEAST if self.ramped else FIRST
+        state[BASE], state[6], state[11] = FIRST, 1.0, LEAST if self.ramped else FIRST
         return state
 
     def ramp(self, state: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "transformers", "accelerate", "ray")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "transformers", "accelerate", "peft", "ray")
 
 
 def run(code):
@@ -20,7 +20,7 @@ def test_no_framework_is_imported(name):
     assert run(code).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
+@pytest.mark.parametrize("name", ["lightning", "transformers", "peft"])
 def test_an_absent_framework_is_asked_for_by_its_extra(name):
     absent = "; ".join(f"sys.modules[{m!r}] = None" for m in FRAMEWORKS)
     found = run(f"import sys; {absent}; import steppe.integrations.{name}")

@@ -20,6 +20,7 @@ from steppe.lab.runs import Run
 from steppe.lab.specs import PAPER, usual_methods
 from steppe.lab.survival import survival_cells, survival_sentence, survival_table
 from steppe.lab.trained import training_batches
+from steppe.lab.tuning import Tune
 from steppe.report.subjects import find_comparison
 
 QUICK = {"steps": 15, "batch": 50, "train_size": 150, "eval_every": 0, "threads": 1}
@@ -204,9 +205,8 @@ def test_methods_of_several_settings_stand_side_by_side(store):
 
 
 def test_the_setting_for_compression_stands_beside_the_default(store):
-    assert usual_methods(tune=False, robustness=True) == (*PAPER, "arwp:rise=0.2")
-    assert usual_methods(tune=True, robustness=True) == PAPER
-    assert usual_methods(tune=False, robustness=False) == PAPER
+    assert usual_methods(robustness=True) == (*PAPER, "arwp:rise=0.2")
+    assert usual_methods(robustness=False) == PAPER
     config = Config(**QUICK)
     made = compare(seeds=1, config=config, store=store, progress=False)
     default, large = (row for row in made.rows if row.spec.startswith("arwp"))
@@ -217,3 +217,13 @@ def test_the_setting_for_compression_stands_beside_the_default(store):
     assert table.count("ARWP (rise 0.2)") >= 2  # in both tables
     assert "(2 bits would be three)" in " ".join(table.split())
     assert "not in this table" not in table
+
+
+def test_the_setting_for_compression_is_not_tuned(store):
+    how = Tune(rises=(0.05, 0.1), seeds=1, keep=False)
+    methods = ["sgd", "arwp:rise=.2", "arwp"]
+    options = {"config": Config(**QUICK), "store": store, "progress": False}
+    made = compare(methods=methods, seeds=1, tune=how, robustness=False, **options)
+    assert [(row.strength, row.chosen) for row in made.rows][1] == ("rise 0.2", "given")
+    assert made.rows[2].chosen.startswith("best of 2")
+    assert [row.trials for row in made.rows] == [0, 0, 2]

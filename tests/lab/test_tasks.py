@@ -10,7 +10,7 @@ from steppe.lab.evaluation import EVAL_BATCH, evaluate
 
 
 def test_classification_by_hand():
-    task = tasks.classification()
+    task = tasks.get("classification")
     logits = torch.log(torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]]))
     found = task.summary(task.measure(logits, torch.tensor([0, 1, 1])))
     assert found["accuracy"] == pytest.approx(200 / 3)
@@ -26,7 +26,7 @@ def test_calibration_adds_up_within_a_bin():
 
 
 def test_regression_by_hand():
-    task = tasks.regression()
+    task = tasks.get("regression")
     outputs, targets = torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 0.0])
     found = task.summary(task.measure(outputs, targets))
     assert found == {"rmse": pytest.approx(math.sqrt(5)), "mae": pytest.approx(2)}
@@ -40,12 +40,12 @@ def test_evaluation_does_not_depend_on_how_batches_fall():
     x, y = torch.randn(EVAL_BATCH + 37, 4), torch.randint(3, (EVAL_BATCH + 37,))
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
     data = wrap((x, y), (x, y))
-    found = evaluate(model, data.test, tasks.classification())
+    found = evaluate(model, data.test, tasks.get("classification"))
     with torch.no_grad():
         outputs = model.eval()(x)
     assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, y)))
     assert found["accuracy"] == pytest.approx(100 * float((outputs.argmax(1) == y).float().mean()))
-    few = evaluate(model, data.test, tasks.classification(), limit=10)
+    few = evaluate(model, data.test, tasks.get("classification"), limit=10)
     assert few["accuracy"] in {10.0 * k for k in range(11)}
 
 

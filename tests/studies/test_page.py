@@ -214,6 +214,9 @@ def test_a_line_of_no_known_run_is_not_passed_over_in_silence(tmp_path):
     assert "lines belong to no run of the study as it is defined now" in pages["evidence/rich.md"]
 
 
+FIGURES = ("cost", "gain", "match", "survival", "transfer", "flatness")
+
+
 @pytest.mark.slow
 def test_the_figures_are_drawn(full, tmp_path):
     files = write_page(full.folder, tmp_path, (rich(minima=True),))
@@ -221,7 +224,7 @@ def test_the_figures_are_drawn(full, tmp_path):
     assert names == {
         "evidence.md",
         "evidence/rich.md",
-        *(f"evidence/{name}.png" for name in ("cost", "gain", "match", "transfer")),
+        *(f"evidence/{name}.png" for name in FIGURES),
         "evidence/rich-mlp-landscapes.png",
     }
     linked = (tmp_path / "evidence.md").read_text() + (
@@ -294,20 +297,29 @@ def test_the_pages_use_the_fields_words():
             assert not re.search(private, committed(name)), name
 
 
+SETTINGS_IN_README = {
+    "Digits, MLP, 20 % wrong labels": "Digits (MLP, 20 % label noise)",
+    "Digits, small ResNet, 20 % wrong labels": "Digits (small ResNet, 20 % label noise)",
+    "Digits, small ResNet, clean labels": "Digits (small ResNet, clean labels)",
+    "CIFAR-10, 5,000 images, ResNet-18 of a quarter width": (
+        "CIFAR-10 (ResNet-18 of a quarter width, 5,000 images)"
+    ),
+    "Fashion-MNIST, 2,000 images, small conv net": "Fashion-MNIST (small conv net, 2,000 images)",
+}
+
+
 def test_the_readme_says_what_the_committed_page_says():
+    page, readme = committed("docs/evidence.md"), committed("README.md")
+    for here, there in SETTINGS_IN_README.items():
+        cells, said = row(page, "All gains", there), row(readme, "Points of test accuracy", here)
+        assert said == {
+            "setting": here,
+            "SGD, %": cells["baseline, %"],
+            **{name: cells[name] for name in ("SAM", "RWP", "m-ARWP", "n")},
+        }
     page = committed("docs/evidence/cifar10.md")
-    said = committed("README.md").partition("What CIFAR-10 at CPU size has shown")[2]
-    rows = [row(page, CIFAR10, name) for name in ("SGD", "RWP", "m-ARWP", "m-ARWP, one batch")]
-    rows.append(row(page, CIFAR10, "SGD, steps doubled"))
-    rows.append(row(page, CIFAR10_TUNED, "SGD"))
-    assert [cells["n"] for cells in rows] == ["5"] * 6
-    found = re.findall(r"[\d.]+ ± [\d.]+", said.partition("\n##")[0])
-    assert found == [cells["accuracy %"] for cells in rows]
-    best = float(found[-1].split()[0])
-    assert all(mean_of(page, CIFAR10_TUNED, name) < best for name in GAINERS)
-    significant = {n: row(page, CIFAR10, n)["p (Holm)"] for n in (*RANDOM, "m-ARWP, one batch")}
-    assert all(float(significant[name]) > 0.05 for name in RANDOM)
-    assert float(significant["m-ARWP, one batch"]) <= 0.05
+    sgd, longer = (mean_of(page, CIFAR10, name) for name in ("SGD", "SGD, steps doubled"))
+    assert f"takes SGD from {sgd:.1f} to {longer:.1f} %" in words("README.md")
 
 
 def test_the_advice_on_choosing_is_what_the_committed_page_says():
@@ -337,9 +349,6 @@ def test_where_the_default_fails_is_said_with_the_pages_numbers():
     noisy = [f"{name} {means[name]:.1f}" for name in RANDOM]
     said = f"SGD has {means['SGD']:.1f} %, {', '.join(noisy[:-1])} and {noisy[-1]}"
     assert said in words("docs/choosing.md")
-    lost = [means["SGD"] - means[name] for name in RANDOM]
-    said = f"costs RWP, ARWP and the mixed methods {min(lost):.1f} to {max(lost):.1f} points"
-    assert said in words("README.md")
     digits = committed("docs/evidence/digits.md")
     clean = "**small ResNet, clean labels, default strengths**"
     base, *mixed = (mean_of(digits, clean, name) for name in ("SGD", "m-RWP", "m-ARWP"))

@@ -60,11 +60,6 @@ def ascend(
     return best_loss, best
 
 
-def asam_scales(replica: Replica) -> list[Tensor]:
-    """ASAM's scaling: a weight may move in proportion to its own size."""
-    return [w.abs() for w in replica.centre]
-
-
 def _steepest(
     gradient: Sequence[Tensor], scales: Sequence[Tensor] | None
 ) -> tuple[Displacement, float]:

@@ -25,10 +25,9 @@ def filter_norms(weight: Tensor) -> Tensor:
         tensor([[5.],
                 [2.]])
     """
-    if weight.ndim < 2:
-        return weight.square().sum().sqrt()
-    across = tuple(range(1, weight.ndim))
-    return weight.square().sum(across, keepdim=True).sqrt()
+    across = tuple(range(1, weight.ndim)) or None
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=across, keepdim=across is not None)
+    return norms
 
 
 def filter_normalised(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
@@ -60,14 +59,16 @@ def orthonormal(weights: Sequence[Tensor], count: int, seed: int) -> list[list[T
     Each alone is uniform on the sphere; together they cover the space more evenly than
     independent ones, and as many as there are weights cover it exactly.
     """
-    sizes = [w.numel() for w in weights]
-    flat = torch.empty(count, sum(sizes), dtype=torch.float64)
+    flat = torch.empty(count, sum(w.numel() for w in weights), dtype=torch.float64)
     for i in range(count):
         row = torch.cat([z.reshape(-1).double().cpu() for z in random_like(weights, seed + i)])
         for _ in range(2):
             row -= flat[:i].T @ (flat[:i] @ row)
         flat[i] = row / row.norm()
-    return [
-        [piece.reshape(w.shape).to(w) for piece, w in zip(row.split(sizes), weights, strict=True)]
-        for row in flat
-    ]
+    return [unflatten(row, weights) for row in flat]
+
+
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces of a flat vector in the shapes, types and devices of these tensors."""
+    pieces = torch.split(vector, [t.numel() for t in like])
+    return [piece.reshape(t.shape).to(t) for piece, t in zip(pieces, like, strict=True)]

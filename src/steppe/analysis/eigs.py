@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -113,13 +112,8 @@ class _Pair:
     vector: Tensor
 
 
-@dataclass
-class _Known:
-    """Values between `lower` and `upper` are of no use; `steps` is what the first run took."""
-
-    lower: float
-    upper: float
-    steps: int
+_Known = tuple[float, float, int]
+"""Values between the first two are of no use; the last is the number of steps of the first run."""
 
 
 @dataclass
@@ -151,7 +145,8 @@ class _Search:
             least = 0.5 * self.tol * abs(pair.value)
             if least < 100 * rounding:
                 # Near the precision of a product, the recurrence's bound is to be checked.
-                pair.residual = max(pair.residual, self._residual(pair))
+                remainder = self.hessian(pair.vector) - pair.value * pair.vector
+                pair.residual = max(pair.residual, remainder.norm().item())
             pair.residual = max(pair.residual + rounding, least)
         return top, bottom
 
@@ -174,9 +169,10 @@ class _Search:
         values, _, bounds = krylov.ritz()
         ends = torch.cat([torch.arange(len(values) - top, len(values)), torch.arange(bottom)])
         values, bounds = values[ends], bounds[ends]
-        if beside is not None and len(krylov) >= beside.steps:
-            inside = (values + bounds < beside.upper) & (values - bounds > beside.lower)
-            if inside.all():
+        if beside is not None:
+            lower, upper, steps = beside
+            inside = (values + bounds < upper) & (values - bounds > lower)
+            if len(krylov) >= steps and inside.all():
                 return True
         noise = 10 * self.hessian.eps * krylov.scale
         return bool((bounds <= torch.clamp(0.1 * self.tol * values.abs(), min=noise)).all())
@@ -206,7 +202,7 @@ class _Search:
         krylov = Krylov(self.hessian.size, self.hessian.eps, self.seed + 1, locked)
         lower = bottom[-1].value if counts[1] else -float("inf")
         upper = top[-1].value if counts[0] else float("inf")
-        self._grow(krylov, counts, _Known(lower, upper, steps))
+        self._grow(krylov, counts, (lower, upper, steps))
         above, below = self._pairs(krylov, counts)
         changed = False
         for found, kept, sign in ((above, top, 1), (below, bottom, -1)):
@@ -216,10 +212,6 @@ class _Search:
                     kept.sort(key=lambda p: -sign * p.value)
                     changed = True
         return changed
-
-    def _residual(self, pair: _Pair) -> float:
-        remainder = self.hessian(pair.vector) - pair.value * pair.vector
-        return math.sqrt(remainder.square().sum().item())
 
 
 def _tensor(values: list[float]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_conv_bn_weights
 
 from steppe.analysis.replica import Replica
 
@@ -16,32 +17,19 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 @dataclass
 class _Pair:
-    """A convolution, the BatchNorm with frozen statistics after it, and what replaces both.
-
-    `norm(conv(x))` has the weight `s W` and the bias `s (b - mean) + shift` with
-    `s = gamma / sqrt(var + eps)`.
-    """
+    """A convolution, the BatchNorm with frozen statistics after it, and what replaces both."""
 
     conv: Convolution
     norm: _BatchNorm
     folded: Convolution
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        norm, conv = self.norm, self.conv
+        conv, norm = self.conv, self.norm
         assert norm.running_mean is not None
         assert norm.running_var is not None
-        scale = (norm.running_var + norm.eps).rsqrt()
-        if norm.weight is not None:
-            scale = scale * norm.weight
-        shift = -norm.running_mean if conv.bias is None else conv.bias - norm.running_mean
-        bias = shift * scale
-        if norm.bias is not None:
-            bias = bias + norm.bias
-        rows = scale.reshape(-1, *[1] * (conv.weight.ndim - 1))
-        torch.mul(conv.weight, rows, out=self.folded.weight)
-        assert self.folded.bias is not None
-        self.folded.bias.copy_(bias)
+        statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        weight, bias = fuse_conv_bn_weights(conv.weight, conv.bias, *statistics)
+        self.folded.weight, self.folded.bias = weight, bias
 
 
 class Folded:
@@ -86,9 +74,7 @@ class Folded:
                 for parent, name, module in undo:
                     setattr(parent, name, module)
                 break
-        replica.place(replica.centre)
-        for pair in self.pairs:
-            pair.refresh()
+        self.place(replica.centre)
 
 
 def _pairs(model: nn.Module, x: Tensor) -> list[_Pair]:
@@ -115,34 +101,13 @@ def _pairs(model: nn.Module, x: Tensor) -> list[_Pair]:
         for handle in handles:
             handle.remove()
     return [
-        _Pair(conv, norm, _with_bias(conv))
+        _Pair(conv, norm, fuse_conv_bn_eval(conv, norm))
         for conv, norm in read
         if isinstance(conv, Convolution)
         and isinstance(norm, _BatchNorm)
         and calls[conv] == calls[norm] == 1
         and norm.running_mean is not None
     ]
-
-
-def _with_bias(conv: Convolution) -> Convolution:
-    kind = type(conv)
-    like = conv.weight
-    folded = kind(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,  # type: ignore[arg-type]
-        conv.stride,  # type: ignore[arg-type]
-        conv.padding,  # type: ignore[arg-type]
-        conv.dilation,  # type: ignore[arg-type]
-        conv.groups,
-        bias=True,
-        padding_mode=conv.padding_mode,
-        device=like.device,
-        dtype=like.dtype,
-    )
-    if like.ndim == 4:
-        folded.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return folded.requires_grad_(False)
 
 
 def _swap(model: nn.Module, pairs: list[_Pair]) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -12,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from steppe.analysis.directions import length, unflatten
 from steppe.analysis.replica import Replica
 
 ProductMode = Literal["auto", "tangent", "backward", "jvp"]
@@ -154,9 +154,7 @@ def _forward_over_backward(
 
 def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """`‖a - b‖ / ‖b‖`, 0 if both are zero."""
-    off = sum((p - q).double().square().sum().item() for p, q in zip(a, b, strict=True))
-    size = sum(q.double().square().sum().item() for q in b)
-    return math.sqrt(off / size) if size > 0 else math.sqrt(off)
+    return length([p - q for p, q in zip(a, b, strict=True)]) / (length(b) or 1.0)
 
 
 def _gradient(outputs: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -165,9 +163,3 @@ def _gradient(outputs: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[T
     if not curved:
         return [torch.zeros_like(p) for p in params]
     return torch.autograd.grad(curved, params, allow_unused=True, materialize_grads=True)
-
-
-def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces of a flat vector in the shapes, types and devices of these tensors."""
-    pieces = torch.split(vector, [t.numel() for t in like])
-    return [piece.reshape(t.shape).to(t) for piece, t in zip(pieces, like, strict=True)]

@@ -138,12 +138,14 @@ def interpolate(
     """
     if n < 2 or not end > start:
         raise ValueError(f"n must be at least 2 and end above start, got {n}, {start}, {end}.")
-    target = _state_of(other)
+    model = other.model if isinstance(other, Problem) else other
+    target = model.state_dict() if isinstance(model, nn.Module) else model
     origin = problem.describe()
     t = torch.linspace(start, end, n, dtype=torch.float64)
     bar = Progress("interpolate", n, progress)
     with problem.replica() as replica:
-        ends = [_entry(target, name, w) for name, w in _named_weights(replica)]
+        named = zip(problem.names, replica.centre, strict=True)
+        ends = [_entry(target, name, w) for name, w in named]
         buffers = [] if problem.params else _statistics(replica, target)
         settings = {"analysis": "interpolate", "n": n, "start": start, "end": end, **origin}
         settings["other"] = digest([*ends, *(there for _, _, there in buffers)])
@@ -197,16 +199,6 @@ def _checked(direction: Sequence[Tensor], replica: Replica) -> list[Tensor]:
             "at least one weight matrix, or give directions=."
         )
     return [d.to(w) for d, w in zip(direction, replica.centre, strict=True)]
-
-
-def _state_of(other: Problem | nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if isinstance(other, Problem):
-        other = other.model
-    return other.state_dict() if isinstance(other, nn.Module) else other
-
-
-def _named_weights(replica: Replica) -> list[tuple[str, Tensor]]:
-    return list(zip(replica.problem.names, replica.centre, strict=True))
 
 
 def _entry(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 
 def as_samples(data: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,8 @@ def _gathered(data: Any) -> tuple[Tensor, Tensor]:
         isinstance(data, DataLoader | IterableDataset) or indexed
     ):
         raise wrong
-    batches = list(data if isinstance(data, DataLoader) else _singly(data))
+    alone = torch.Generator()  # else a loader draws from the global one
+    batches = list(data if isinstance(data, DataLoader) else DataLoader(data, generator=alone))
     if not batches:
         raise ValueError(
             f"x and y must hold at least one sample; the {type(data).__name__} is empty."
@@ -65,14 +65,3 @@ def _gathered(data: Any) -> tuple[Tensor, Tensor]:
     ):
         raise wrong
     return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-
-
-def _singly(dataset: Any) -> Iterator[Any]:
-    """Batches of one sample each."""
-    samples = (
-        dataset
-        if isinstance(dataset, IterableDataset)
-        else map(dataset.__getitem__, range(len(dataset)))
-    )
-    for sample in samples:
-        yield default_collate([sample])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steppe.analysis.ascent import asam_scales, ascend, sam_direction
+from steppe.analysis.ascent import ascend, sam_direction
 from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import random_like
 from steppe.analysis.means import weighted_mean
@@ -85,7 +85,8 @@ def sharpness(
     store = Checkpoint(checkpoint, {"analysis": "sharpness", **settings})
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
     with problem.replica() as replica:
-        scan = _Scan(replica, rows, asam_scales(replica) if adaptive else None, bar)
+        scales = [w.abs() for w in replica.centre] if adaptive else None
+        scan = _Scan(replica, rows, scales, bar)
         base = scan.losses()
 
         def begin(part: float) -> None:

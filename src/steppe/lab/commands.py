@@ -183,7 +183,7 @@ class Compare:
     """
 
     methods: Annotated[Positional[Words], tyro.conf.arg(metavar="[METHOD ...]")] = ()
-    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp, and arwp:rise=0.2 unless strengths are tuned."""
+    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp arwp:rise=0.2 (never tuned; not with --no-robustness)."""
     recipe: Maybe[str] = None
     """Start from this recipe. Not given: digits; none where --data, --model or --config is given."""
     config: Maybe[Path] = None
@@ -208,7 +208,7 @@ class Compare:
         from steppe.lab.comparison import compare
 
         self.running.check()
-        usual = usual_methods(tune=self.tune, robustness=self.robustness)
+        usual = usual_methods(robustness=self.robustness)
         methods = [self._spec(text) for text in self.methods or usual]
         if self.like is not None:
             methods = [*methods_of(self.like), *map(self._spec, self.methods)]

@@ -207,11 +207,12 @@ def compare(
             name, a folder or a CSV file.
         methods: Texts such as "arwp:ratio=.6", or methods such as `steppe.arwp(ratio=0.6)`. The
             first "sgd" without settings of its own is the baseline; without one, the first method. By
-            default the paper's six, and "arwp:rise=0.2" where robustness is shown and nothing tuned.
+            default the paper's six, and "arwp:rise=0.2" where robustness is shown.
         seeds: How many seeds, or which.
         config: Everything else (epochs, batch, lr …): a `Config` or a mapping of its fields.
         task: A `Task`, or "classification", "regression" or module:function.
-        tune: Choose each method's strength on a validation split first; a `Tune` says how.
+        tune: Choose each method's strength on a validation split first; a `Tune` says how. The setting
+            for compression, a rise of 0.2, stays as it is.
         store: The folder of runs. Finished runs in it are reused. None keeps nothing.
         jobs: Train this many runs at a time in processes of their own, which share torch's threads
             where the config has no number. By default one after the other, on one thread.
@@ -233,7 +234,7 @@ def compare(
         return run_all(work, sources, store, engine=place, progress=progress, title=title)
 
     if methods is None:
-        methods = usual_methods(tune=bool(tune), robustness=robustness)
+        methods = usual_methods(robustness=robustness)
     specs = _baseline_first([as_spec(method) for method in methods])
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
@@ -242,7 +243,11 @@ def compare(
         choices = [Choice(spec) for spec in specs]
         if tune:
             how = tune if isinstance(tune, Tune) else Tune()
-            choices = tune_all(specs, config, how, run)
+            free = [spec for spec in specs if not spec.for_compression]
+            tuned = iter(tune_all(free, config, how, run))
+            every = [Choice(s) if s.for_compression else next(tuned) for s in specs]
+            # trials may find that very setting
+            choices = list({str(choice.spec): choice for choice in reversed(every)}.values())[::-1]
         work = [
             Job(f"{choice.spec} seed {seed}", choice.spec.apply(config.replace(seed=seed)))
             for seed in numbers

@@ -11,10 +11,10 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from tyro.conf import Suppress
@@ -168,38 +168,27 @@ RECORDED = {"eval_every", "eval_train", "track_train", "recompute_norm"}
 MACHINE = {"device", "threads", "channels_last"} | RECORDED
 """Fields that leave the experiment the same, but not its last bits or what is recorded."""
 
-FLOATS = (
-    "epochs",
-    "lr",
-    "momentum",
-    "weight_decay",
-    "label_noise",
-    "validation",
-    "width",
-    "checkpoint_minutes",
-)
+FLOATS = [name for name, kind in field_types(Config).items() if kind is float]
 POSITIVE = ("epochs", "batch", "lr", "width", "keep", "eval_train")
+OPTIONAL = ("steps", "train_size", "clip", "threads")
 NOT_NEGATIVE = ("warmup", "weight_decay", "eval_every", "checkpoint_minutes", "workers", "momentum")
+BOUNDS: tuple[tuple[Sequence[str], str, Callable[[float], bool]], ...] = (
+    (POSITIVE + OPTIONAL, "above 0", lambda value: value > 0),
+    (NOT_NEGATIVE, "at least 0", lambda value: value >= 0),
+    (("label_noise", "validation"), "in [0, 1)", lambda value: 0 <= value < 1),
+    (FLOATS, "finite", math.isfinite),
+)
 
 
 def check(config: Config) -> None:
     """Raise for values that no run can have."""
-    for name in POSITIVE + NOT_NEGATIVE:
-        value = getattr(config, name)
-        low = value > 0 if name in POSITIVE else value >= 0
-        if not (low and math.isfinite(value)):
-            bound = "above 0" if name in POSITIVE else "at least 0"
-            raise LabError(f"{name} must be {bound}, got {value}.")
-    for name in ("steps", "train_size", "clip", "threads"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise LabError(f"{name} must be above 0, got {value}.")
-    for name in ("label_noise", "validation"):
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise LabError(f"{name} must be in [0, 1), got {value}.")
-    choices = {"optimizer": ("sgd", "adam", "adamw"), "schedule": ("cosine", "constant")}
-    for name, valid in choices.items():
+    for names, bound, holds in BOUNDS:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not holds(value):
+                raise LabError(f"{name} must be {bound}, got {value}.")
+    for name in ("optimizer", "schedule"):
+        valid = get_args(field_types(Config)[name])
         if getattr(config, name) not in valid:
             raise unknown(name, str(getattr(config, name)), valid)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -171,10 +172,8 @@ class Course:
         return found
 
     def _splits(self) -> dict[str, Split]:
-        splits = {"train": self.data.train, "test": self.data.test}
-        if self.data.validation is not None:
-            splits["validation"] = self.data.validation
-        return splits
+        splits = {name: getattr(self.data, name) for name in ("train", "test", "validation")}
+        return {name: split for name, split in splits.items() if split is not None}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
         limit = self.config.eval_train if split is self.data.train else None
@@ -215,13 +214,11 @@ class Course:
             "seconds": [self.clock.wall, self.clock.cpu],
             "perturbation": self.perturbation,
         }
+        run, step, keep = self.run, self.trainer.step, self.config.keep
         if self.trainer.is_finite():
-            self.world.from_first(lambda: self._write(state))
-
-    def _write(self, state: dict[str, Any]) -> None:
-        if self.run is not None:
-            step, keep = self.trainer.step, self.config.keep
-            checkpoints.save(self.run.checkpoints, step, state, keep=keep)
+            self.world.from_first(
+                lambda: run and checkpoints.save(run.checkpoints, step, state, keep=keep)
+            )
 
     def _diverged(self, step: int) -> str:
         noise = next((p.perturbation for p in self.trainer.method.passes if p.perturbation), None)
@@ -261,9 +258,8 @@ class Course:
 
 def mean_record(records: list[Record]) -> dict[str, float]:
     """The mean of each number over the records that have it."""
-    names = dict.fromkeys(name for record in records for name in record)
-    found = {}
-    for name in names:
-        values = [record[name] for record in records if name in record]
-        found[name] = sum(values) / len(values)
-    return found
+    columns: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            columns[name].append(value)
+    return {name: sum(values) / len(values) for name, values in columns.items()}

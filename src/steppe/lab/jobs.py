@@ -29,11 +29,6 @@ class Job:
     then: Then | None = None
     """What the training process does with the finished run, as a function of a module."""
 
-    @property
-    def weight(self) -> float:
-        """Its share of the work: passes per step."""
-        return float(passes(self.config))
-
 
 def passes(config: Config) -> int:
     """Forward and backward passes per optimizer step."""
@@ -86,7 +81,7 @@ def run_all(
         return [results[index] for index in range(len(jobs))]
     with ExitStack() as stack:
         if show is None:
-            weights = {job.label: job.weight for job in open_jobs.values()}
+            weights = {job.label: float(passes(job.config)) for job in open_jobs.values()}
             show = stack.enter_context(display(progress, weights, title))
         workers = engine.workers(len(open_jobs), sources, store)
         if workers is None:

@@ -15,7 +15,7 @@ from steppe.lab import data as datasets
 from steppe.lab import models, tasks
 from steppe.lab.config import Config
 from steppe.lab.data import Data
-from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
+from steppe.lab.data.named import prepared
 from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
 from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
@@ -133,8 +133,9 @@ def load_data(config: Config, sources: Sources) -> Data:
     seed = config.seed if config.data_seed is None else config.data_seed
     with explained(f"data {config.data!r}"):
         if sources.data is not None:
-            given = sources.data if isinstance(sources.data, Data) else sources.data(seed)
-            return _prepared(as_data(given), config, seed)
+            data = as_data(sources.data if isinstance(sources.data, Data) else sources.data(seed))
+            validation = config.validation if data.validation is None else 0.0
+            return prepared(data, config.train_size, config.label_noise, validation, seed=seed)
         options = dict(config.data_options)
         if datasets.is_table(config.data) and config.task in ("classification", "regression"):
             options.setdefault("task", config.task)
@@ -148,17 +149,6 @@ def load_data(config: Config, sources: Sources) -> Data:
             validation=config.validation,
             **options,
         )
-
-
-def _prepared(data: Data, config: Config, seed: int) -> Data:
-    """Data given as an object, with what the config asks of it."""
-    if config.train_size is not None:
-        data = with_train_size(data, config.train_size, seed=seed)
-    if config.label_noise:
-        data = with_label_noise(data, config.label_noise, seed=seed)
-    if config.validation and data.validation is None:
-        data = with_validation(data, config.validation, seed=seed)
-    return data
 
 
 def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:

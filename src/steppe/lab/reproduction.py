@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 from steppe.lab import published
@@ -16,7 +15,16 @@ from steppe.lab.specs import label, parse
 from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Table, signed
 
-TABLES = ("overview", "cifar", "imagenet", "batches")
+TABLES = {
+    "overview": ("Table 1: the methods, ResNet-50 on ImageNet", published.OVERVIEW),
+    "cifar": ("Table 2: test accuracy on CIFAR-10 and CIFAR-100, %", published.CIFAR),
+    "imagenet": ("Table 3: top-1 accuracy on ImageNet, %", published.IMAGENET),
+    "batches": (
+        "Same or different batches for the two gradients, CIFAR-100, ResNet-18, %",
+        published.BATCHES,
+    ),
+}
+OURS = ("ours", "n", "difference")
 SMALLER = (
     "Ours are finished runs of the full recipe in the run store, final model. Runs with any other "
     "setting (fewer epochs, narrower models, less data) never enter this table."
@@ -27,35 +35,23 @@ def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
     """One of the paper's tables, filled from the run store."""
     if name not in TABLES:
         raise unknown("table", name, TABLES)
-    ours = full_runs(Store(Path(store)))
-    if name == "overview":
-        return _stated(_overview(ours), published.OVERVIEW, ours, store)
-    cells = {
-        "cifar": published.CIFAR,
-        "imagenet": published.IMAGENET,
-        "batches": published.BATCHES,
-    }[name]
-    titles = {
-        "cifar": "Table 2: test accuracy on CIFAR-10 and CIFAR-100, %",
-        "imagenet": "Table 3: top-1 accuracy on ImageNet, %",
-        "batches": "Same or different batches for the two gradients, CIFAR-100, ResNet-18, %",
-    }
+    (title, cells), ours = TABLES[name], full_runs(Store(Path(store)))
     rows = tuple(_row(cell, ours[key(cell)]) for cell in cells)
-    header = ("recipe", "method", "paper", "ours", "n", "difference")
-    return _stated(Table(header, rows, titles[name], (SMALLER,)), cells, ours, store)
-
-
-def _stated(
-    table: Table, cells: Sequence[Cell], ours: dict[str, list[Result]], store: str | Path
-) -> Table:
-    """The table; where no full-size run exists, without our columns and with a note that says so."""
+    table = Table(("recipe", "method", "paper", *OURS), rows, title, (SMALLER,))
+    if name == "overview":
+        table = _overview(title, ours)
     if any(ours[key(cell)] for cell in cells):
         return table
-    empty = ("radius (measured)", "ours", "n", "difference")
+    return _without_ours(table, cells[0].recipe, store)
+
+
+def _without_ours(table: Table, recipe: str, store: str | Path) -> Table:
+    """The table where no full-size run exists: without our columns, with a note that says so."""
+    empty = ("radius (measured)", *OURS)
     kept = [i for i, name in enumerate(table.header) if name not in empty]
     note = (
         f"These are the paper's numbers alone: the store {store} has no finished run of a full "
-        f"recipe. steppe train {cells[0].recipe} --method arwp trains one (use a GPU: on two CPU "
+        f"recipe. steppe train {recipe} --method arwp trains one (use a GPU: on two CPU "
         "cores it takes more than a day). Runs with any other setting (fewer epochs, narrower "
         "models, less data) are not shown here."
     )
@@ -78,19 +74,12 @@ def full_runs(store: Store) -> dict[str, list[Result]]:
             continue
         if result is not None and result.status == "finished":
             found[result.config.experiment][result.config.seed] = result
-    runs: dict[str, list[Result]] = defaultdict(list)
-    runs.update({name: list(seeds.values()) for name, seeds in found.items()})
-    return runs
+    return defaultdict(list, {name: list(seeds.values()) for name, seeds in found.items()})
 
 
 def _row(cell: Cell, ours: list[Result]) -> tuple[str, ...]:
-    config = recipe(cell.recipe, cell.method)
-    return (
-        cell.recipe,
-        label(parse(cell.method), config.optimizer),
-        str(cell),
-        *_ours(cell, ours),
-    )
+    name = label(parse(cell.method), recipe(cell.recipe, cell.method).optimizer)
+    return (cell.recipe, name, str(cell), *_ours(cell, ours))
 
 
 def _ours(cell: Cell, ours: list[Result]) -> tuple[str, str, str]:
@@ -101,11 +90,8 @@ def _ours(cell: Cell, ours: list[Result]) -> tuple[str, str, str]:
     return mean_words(scores), str(len(ours)), signed(mean_std(scores)[0] - cell.mean)
 
 
-def _overview(ours: dict[str, list[Result]]) -> Table:
-    header = (
-        *("method", "radius (paper)", "radius (measured)", "uses gradients", "compute", "time"),
-        *("paper", "ours", "n", "difference"),
-    )
+def _overview(title: str, ours: dict[str, list[Result]]) -> Table:
+    header = ("method", "radius (paper)", "radius (measured)", "uses gradients", "compute", "time")
     rows = []
     for cell in published.OVERVIEW:
         runs = ours[key(cell)]
@@ -123,4 +109,4 @@ def _overview(ours: dict[str, list[Result]]) -> Table:
             )
         )
     measured = "Radius: ‖eps‖ at the end of each epoch, mean over the training. " + SMALLER
-    return Table(header, tuple(rows), "Table 1: the methods, ResNet-50 on ImageNet", (measured,))
+    return Table((*header, "paper", *OURS), tuple(rows), title, (measured,))

@@ -69,11 +69,8 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; `from_record` is the way back."""
-        content = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("config", "folder", "reused")
-        }
+        apart = ("config", "folder", "reused")
+        content = {name: value for name, value in vars(self).items() if name not in apart}
         return {**content, "config": self.config.to_dict()}
 
     def table(self) -> str:
@@ -92,15 +89,11 @@ class Result:
         return f"<pre>{html.escape(self.table())}</pre>"
 
 
-def from_record(content: dict[str, Any], folder: Path | None = None, reused: bool = True) -> Result:
+def from_record(content: dict[str, Any], folder: Path | None = None) -> Result:
     """A result from its `to_dict`."""
-    strength = content["strength"]
-    values = {
-        **content,
-        "config": from_dict(content["config"]),
-        "strength": None if strength is None else (strength[0], strength[1]),
-    }
-    return Result(**values, folder=folder, reused=reused)
+    strength = content["strength"] and tuple(content["strength"])
+    values = {**content, "config": from_dict(content["config"]), "strength": strength}
+    return Result(**values, folder=folder, reused=True)
 
 
 def stored(run: Run) -> Result | None:

@@ -65,14 +65,16 @@ class Run:
     @property
     def result(self) -> Record | None:
         """What the run ended with; None while it has not."""
-        file = self.folder / "result.json"
-        return _read_json(file) if file.exists() else None
+        return self._optional("result.json")
 
     @property
     def compressed(self) -> Record:
         """Metrics after compression; empty if nobody asked for them yet."""
-        file = self.folder / COMPRESSED
-        return _read_json(file) if file.exists() else {}
+        return self._optional(COMPRESSED) or {}
+
+    def _optional(self, name: str) -> Record | None:
+        file = self.folder / name
+        return _read_json(file) if file.exists() else None
 
     @property
     def status(self) -> Status:

@@ -24,7 +24,7 @@ METHODS = (
 PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
 """The six methods of the paper's tables."""
 LARGE = "arwp:rise=0.2"
-"""The setting for compression: shown beside the default wherever robustness is."""
+"""The setting for compression: shown beside the default wherever robustness is, and never tuned."""
 
 STRENGTHS = ("sigma", "ratio", "rho", "rise")
 SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
@@ -77,6 +77,11 @@ class Spec:
             if isinstance(given, int | float):
                 return name, float(given)
         return None
+
+    @property
+    def for_compression(self) -> bool:
+        """Whether it has the strength that is fixed by its purpose."""
+        return self.strength == ("rise", 0.2)
 
     def strength_for(self, model: nn.Module | None) -> tuple[str, float] | None:
         """The strength as given, or the default for this model; None for the baseline."""
@@ -152,9 +157,9 @@ def parse(text: str) -> Spec:
     return spec
 
 
-def usual_methods(*, tune: bool, robustness: bool) -> tuple[str, ...]:
-    """What is compared where nobody says; beside tuned strengths a fixed one has no place."""
-    return (*PAPER, LARGE) if robustness and not tune else PAPER
+def usual_methods(*, robustness: bool) -> tuple[str, ...]:
+    """What is compared where nobody says."""
+    return (*PAPER, LARGE) if robustness else PAPER
 
 
 def as_spec(method: str | Spec | steppe.Method) -> Spec:

@@ -7,10 +7,11 @@ import html
 import io
 import shutil
 import textwrap
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from rich.cells import cell_len
 
 from steppe.lab.errors import unknown
 
@@ -69,7 +70,7 @@ class Table:
     @property
     def _sizes(self) -> list[int]:
         lines = (self.header, *self.rows)
-        return [max(_width(line[i]) for line in lines) for i in range(len(self.header))]
+        return [max(cell_len(line[i]) for line in lines) for i in range(len(self.header))]
 
     def _block(self, columns: list[int]) -> list[str]:
         sizes = self._sizes
@@ -152,17 +153,11 @@ def terminal_width() -> int:
     return min(shutil.get_terminal_size((80, 24)).columns, 120)
 
 
-def _width(text: str) -> int:
-    """Columns on a terminal."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
-
-
 def _is_words(cells: list[str]) -> bool:
     """Whether a column holds words (`–` is nothing) rather than numbers."""
     return any(cell[:1].isalpha() for cell in cells)
 
 
 def _pad(text: str, width: int, *, left: bool) -> str:
-    space = " " * (width - _width(text))
+    space = " " * (width - cell_len(text))
     return text + space if left else space + text

@@ -69,19 +69,6 @@ def _class_summary(columns: Columns) -> dict[str, float]:
     }
 
 
-def classification() -> Task:
-    """Cross entropy; accuracy decides, in per cent."""
-    return Task(
-        name="classification",
-        loss=F.cross_entropy,
-        measure=_class_columns,
-        metric="accuracy",
-        higher_is_better=True,
-        summary=_class_summary,
-        unit="points",
-    )
-
-
 def _like(outputs: Tensor, targets: Tensor) -> Tensor:
     """Outputs in the shape of the targets: (n, 1) for (n,) is the usual case."""
     if outputs.numel() != targets.numel():
@@ -104,26 +91,33 @@ def _error_summary(columns: Columns) -> dict[str, float]:
     }
 
 
-def regression() -> Task:
-    """Mean squared error; its root decides, lower is better."""
-    return Task(
+TASKS = {
+    "classification": Task(
+        name="classification",
+        loss=F.cross_entropy,
+        measure=_class_columns,
+        metric="accuracy",  # in per cent
+        higher_is_better=True,
+        summary=_class_summary,
+        unit="points",
+    ),
+    "regression": Task(
         name="regression",
         loss=lambda outputs, targets: F.mse_loss(_like(outputs, targets), targets),
         measure=_error_columns,
         metric="rmse",
         higher_is_better=False,
         summary=_error_summary,
-    )
+    ),
+}
 
 
 def get(name: str) -> Task:
     """The task of this name; `module:function` calls the user's function, which returns a `Task`."""
-    if name == "classification":
-        return classification()
-    if name == "regression":
-        return regression()
+    if name in TASKS:
+        return TASKS[name]
     if ":" not in name:
-        raise unknown("task", name, ("classification", "regression", "module:function"))
+        raise unknown("task", name, (*TASKS, "module:function"))
     with explained(f"task {name!r}"):
         task = user_function(name)()
     if not isinstance(task, Task):

@@ -67,8 +67,7 @@ class Trainer:
         if self.world.several:  # dropout should not repeat itself on the ranks
             torch.manual_seed(mix("dropout", config.seed, self.world.rank))
         self.step = 0
-        self.loss_sum = 0.0
-        self.loss_count = 0
+        self.loss_sum, self.loss_count = 0.0, 0
         self.last_loss = math.nan
         self._pending: list[Tensor] = []
 
@@ -105,25 +104,17 @@ class Trainer:
         Stream 0 is the same for every method; a second stream feeds a second, perturbed pass. A rank
         gets its part of them, with random augmentation of its own.
         """
+        config, train = self.config, self.data.train
         part = (self.part.number,) if self.part.of > 1 else ()
         start = self.step % self.per_epoch
         streams = []
         for stream in self.streams:
-            order = epoch_order(
-                len(self.data.train),
-                self.config.batch,
-                seed=self.config.seed,
-                epoch=self.epoch,
-                stream=stream,
-                drop_last=self.config.drop_last,
-            )
+            place = {"seed": config.seed, "epoch": self.epoch, "stream": stream}
+            order = epoch_order(len(train), config.batch, **place, drop_last=config.drop_last)
+            parts = [self.part.take(batch) for batch in order]
+            seed = mix("training", *place.values(), *part)
             streams.append(
-                self.data.train.batches(
-                    [self.part.take(batch) for batch in order],
-                    augment_seed=mix("training", self.config.seed, self.epoch, stream, *part),
-                    start=start,
-                    workers=self.config.workers,
-                )
+                train.batches(parts, augment_seed=seed, start=start, workers=config.workers)
             )
         return zip(*streams, strict=True)
 
@@ -177,10 +168,8 @@ class Trainer:
     def perturbation(self) -> dict[str, float]:
         """The perturbation as it is now: strength, radius ‖eps‖, ‖eps‖/‖w‖, adaptive factor, ‖w‖."""
         stats = self.perturber.stats()
-        found: dict[str, float] = {}
-        for name in ("strength", "displacement", "factor"):
-            if name in stats:
-                found[name] = stats[name]
+        kept = ("strength", "displacement", "factor")
+        found: dict[str, float] = {name: stats[name] for name in kept if name in stats}
         with torch.no_grad():
             norms = [p.norm() for p in self.model.parameters() if p.requires_grad]
             found["weight_norm"] = float(torch.stack(norms).norm())
@@ -225,8 +214,7 @@ class Trainer:
 
     def _load_random(self, state: dict[str, Any]) -> None:
         """This rank's own random state, where as many ranks resume as stopped."""
-        random = [(state["random"], state["random_cuda"])]
-        random = state.get("random_ranks", random)
+        random = state.get("random_ranks", [(state["random"], state["random_cuda"])])
         if len(random) != self.world.size:
             logger.warning(
                 "this run was saved on %d ranks and resumes on %d: it will not be bit-identical",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steppe.lab.data.split import Data, MemorySplit
-from steppe.lab.data.subset import stratified
+from steppe.lab.data.split import Data
+from steppe.lab.data.subset import mask, stratified
 
 
 def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
@@ -21,14 +21,8 @@ def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
     images = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     labels = torch.from_numpy(bunch.target).long()
     train = _training_mask("digits", labels, 400 if train_size is None else train_size, seed)
-    return Data(
-        name="digits",
-        train=MemorySplit(images[train], labels[train]),
-        test=MemorySplit(images[~train], labels[~train]),
-        classes=10,
-        shape=(1, 8, 8),
-        note=f"{int(train.sum())} training images of {len(labels)}, the rest test",
-    )
+    note = f"{int(train.sum())} training images of {len(labels)}, the rest test"
+    return Data.divided("digits", images, labels, ~train, classes=10, note=note)
 
 
 def diabetes(*, train_size: int | None = None, seed: int = 0) -> Data:
@@ -44,14 +38,8 @@ def diabetes(*, train_size: int | None = None, seed: int = 0) -> Data:
     rows, progress = (
         ((v - v[train].mean(0)) / v[train].std(0)).to(torch.float32) for v in (rows, progress)
     )
-    return Data(
-        name="diabetes",
-        train=MemorySplit(rows[train], progress[train]),
-        test=MemorySplit(rows[~train], progress[~train]),
-        task="regression",
-        shape=(10,),
-        note=f"{int(train.sum())} training samples of {len(rows)}, the rest test",
-    )
+    note = f"{int(train.sum())} training samples of {len(rows)}, the rest test"
+    return Data.divided("diabetes", rows, progress, ~train, note=note)
 
 
 BUILT_IN = {"digits": digits, "diabetes": diabetes}
@@ -60,9 +48,7 @@ BUILT_IN = {"digits": digits, "diabetes": diabetes}
 def _training_mask(name: str, targets: Tensor, size: int, seed: int) -> Tensor:
     if not 10 <= size < len(targets):
         raise ValueError(f"{name}: train_size must be 10 to {len(targets) - 1}, got {size}.")
-    train = torch.zeros(len(targets), dtype=torch.bool)
-    train[stratified(targets, size, seed=seed)] = True
-    return train
+    return mask(len(targets), stratified(targets, size, seed=seed))
 
 
 def _sklearn_datasets() -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from steppe.lab.data.built_in import BUILT_IN
 from steppe.lab.data.cifar import cifar
 from steppe.lab.data.decode import opened
-from steppe.lab.data.download import Progress, download, move_in, unpack, workspace
+from steppe.lab.data.download import Progress, download, move_in, unpack
 from steppe.lab.data.fashion import fashion_mnist
 from steppe.lab.data.folder import FolderSplit, folder
 from steppe.lab.data.split import Data, MemorySplit
@@ -125,8 +127,10 @@ def fetch(
     target = root / published.folder
     if target.is_dir():
         return target
-    with workspace(root) as work:
-        files = work / "files"
+    root.mkdir(parents=True, exist_ok=True)
+    # Beside the final place, so that a rename finishes the work at once.
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as folder:
+        work, files = Path(folder), Path(folder, "files")
         files.mkdir()
         for file, md5 in published.files.items():
             address = f"{(url or published.url).rstrip('/')}/{file}"
@@ -142,10 +146,9 @@ def fetch(
     return target
 
 
-def read(name: str, root: Path | None = None) -> Data:
-    """A data set of the catalogue from where it lies, as published."""
-    place = place_of(name, root)
-    return fashion_mnist(place) if name == "fashion-mnist" else cifar(name, place)
+def reader(name: str) -> Callable[..., Data]:
+    """What reads a data set of the catalogue from its place."""
+    return fashion_mnist if name == "fashion-mnist" else partial(cifar, name)
 
 
 def verify(name: str, root: Path | None = None) -> str:
@@ -161,13 +164,11 @@ def verify(name: str, root: Path | None = None) -> str:
     if name == "imagenet" or name.startswith("folder:"):
         return _verify_folder(name, root)
     if name not in CATALOGUE:
-        raise unknown(
-            "data set to verify",
-            name,
-            [*BUILT_IN, *CATALOGUE, "imagenet", "folder:PATH"],
-        )
-    data = read(name, root)
-    content, place = content_digest(data), place_of(name, root)
+        known = (*BUILT_IN, *CATALOGUE, "imagenet", "folder:PATH")
+        raise unknown("data set to verify", name, known)
+    place = place_of(name, root)
+    data = reader(name)(place)
+    content = content_digest(data)
     if content != CATALOGUE[name].content:
         raise ValueError(
             f"{name} in {place.path} is not the published data set: its content's sha256 is "
@@ -200,11 +201,12 @@ def _verify_folder(name: str, root: Path | None) -> str:
 
 def folder_data(name: str, root: Path | None = None, **options: Any) -> Data:
     """ImageNet from the data folder, or the folder behind `folder:PATH`."""
-    if name == "imagenet":
-        if not ((root or default_root()) / IMAGENET_FOLDER).is_dir():
-            raise FileNotFoundError(
-                f"imagenet is not in {root or default_root()} (looked for {IMAGENET_FOLDER}/train and "
-                f"{IMAGENET_FOLDER}/val). Put it there, or name the folder it is in: --root FOLDER."
-            )
-        return folder((root or default_root()) / IMAGENET_FOLDER, name="imagenet", **options)
-    return folder(Path(name.removeprefix("folder:")).expanduser(), **options)
+    if name != "imagenet":
+        return folder(Path(name.removeprefix("folder:")).expanduser(), **options)
+    root = root or default_root()
+    if not (root / IMAGENET_FOLDER).is_dir():
+        raise FileNotFoundError(
+            f"imagenet is not in {root} (looked for {IMAGENET_FOLDER}/train and "
+            f"{IMAGENET_FOLDER}/val). Put it there, or name the folder it is in: --root FOLDER."
+        )
+    return folder(root / IMAGENET_FOLDER, name="imagenet", **options)

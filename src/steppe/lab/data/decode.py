@@ -47,18 +47,16 @@ class Decoder:
         images = []
         for file, numbers in zip(files, draws, strict=True):
             image = opened(file)
-            images.append(self.scaled(image, crop_box(image.width, image.height, numbers)))
+            box = crop_box(image.width, image.height, numbers)
+            images.append(pixels(image.resize((self.size, self.size), resample=2, box=box)))
         return torch.stack(images)
 
     def middle(self, image: Image.Image) -> Tensor:
         scale = self.resize / min(image.size)
         width, height = (max(self.resize, int(side * scale)) for side in image.size)
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
-        resized = image.resize((width, height), resample=2)
+        resized = image.resize((width, height), resample=2)  # 2: bilinear
         return pixels(resized.crop((left, top, left + self.size, top + self.size)))
-
-    def scaled(self, image: Image.Image, box: Box) -> Tensor:
-        return pixels(image.resize((self.size, self.size), resample=2, box=box))  # 2: bilinear
 
 
 def crop_box(width: int, height: int, draws: list[list[float]]) -> Box:

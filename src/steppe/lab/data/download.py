@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
-from shutil import copyfileobj, rmtree
 
 Progress = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all if known
 CHUNK = 1 << 18
@@ -49,35 +46,15 @@ def unpack(archive: Path, target: Path) -> None:
     """Write an archive's files and folders under `target`; links, devices and paths that leave
     it are refused before anything is written."""
     with tarfile.open(archive) as tar:
-        members = tar.getmembers()
-        for member in members:
+        for member in tar.getmembers():
             path = PurePosixPath(member.name)
             if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
                 raise ValueError(
                     f"{archive.name} holds {member.name!r}, which is no plain file inside its "
                     "folder. Nothing was unpacked: do not trust this archive."
                 )
-        for member in members:
-            place = target / member.name
-            if member.isdir():
-                place.mkdir(parents=True, exist_ok=True)
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            source = tar.extractfile(member)
-            if source is not None:
-                with place.open("wb") as out:
-                    copyfileobj(source, out, CHUNK)
-
-
-@contextmanager
-def workspace(root: Path) -> Iterator[Path]:
-    """A temporary folder beside the final place, so that a rename can finish the work at once."""
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".fetch-", dir=root))
-    try:
-        yield folder
-    finally:
-        rmtree(folder, ignore_errors=True)
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        tar.extractall(target)
 
 
 def move_in(folder: Path, target: Path) -> None:

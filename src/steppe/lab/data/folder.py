@@ -13,7 +13,7 @@ from steppe.lab.data.augment import parse
 from steppe.lab.data.decode import SUFFIXES, Decoder
 from steppe.lab.data.pipeline import Pipeline
 from steppe.lab.data.split import Data, Split
-from steppe.lab.data.subset import test_rows
+from steppe.lab.data.subset import held_out
 
 NORMALISATION = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 TEST_FOLDERS = ("val", "test", "validation")
@@ -31,16 +31,9 @@ class FolderSplit(Split):
     def __len__(self) -> int:
         return len(self.files)
 
-    @property
-    def targets(self) -> Tensor:
-        return self.labels
-
     def subset(self, indices: Tensor) -> FolderSplit:
         files = tuple(self.files[k] for k in indices.tolist())
         return replace(self, files=files, labels=self.labels[indices])
-
-    def relabelled(self, targets: Tensor) -> FolderSplit:
-        return replace(self, labels=targets)
 
     def augmented(self, names: tuple[str, ...]) -> FolderSplit:
         """`resized-crop` belongs to the decoding, all others work on whole batches."""
@@ -85,8 +78,8 @@ def folder(
     if separate is None:
         classes = class_folders(path)
         whole = FolderSplit(*labelled_files(path, classes), decoder)
-        held_out = test_rows(whole.labels, test, seed=seed)
-        train, rest = (whole.subset(rows.nonzero().flatten()) for rows in (~held_out, held_out))
+        rows = held_out(whole.labels, test, seed=seed, key="test")
+        train, rest = (whole.subset(part.nonzero().flatten()) for part in (~rows, rows))
         note = f"{len(rest)} of {len(whole)} images are the test split"
     else:
         classes = class_folders(path / "train")
@@ -116,13 +109,8 @@ def labelled_files(path: Path, classes: list[str]) -> tuple[tuple[str, ...], Ten
     files: list[str] = []
     labels: list[int] = []
     for index, name in enumerate(classes):
-        below = os.walk(path / name)
-        images = sorted(
-            f"{place}{os.sep}{file}"
-            for place, _, names in below
-            for file in names
-            if file.lower().endswith(SUFFIXES)
-        )
+        below = [f"{place}{os.sep}{f}" for place, _, names in os.walk(path / name) for f in names]
+        images = sorted(file for file in below if file.lower().endswith(SUFFIXES))
         files += images
         labels += [index] * len(images)
     if not files:

@@ -78,11 +78,8 @@ def not_found(name: str) -> ValueError:
             f"there is no folder or file {path}.{guess} In {parent} there are "
             f"{listed or 'no folders and no tables'}."
         )
-    return unknown(
-        "data set",
-        name,
-        [*names(), *_candidates(Path.cwd()), "FOLDER", "FILE.csv", "module:function"],
-    )
+    others = ("FOLDER", "FILE.csv", "module:function")
+    return unknown("data set", name, [*names(), *_candidates(Path.cwd()), *others])
 
 
 def _candidates(folder: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from steppe.lab.data.built_in import BUILT_IN
-from steppe.lab.data.catalog import CATALOGUE, folder_data, place_of
-from steppe.lab.data.cifar import cifar
-from steppe.lab.data.fashion import fashion_mnist
+from steppe.lab.data.catalog import CATALOGUE, folder_data, place_of, reader
 from steppe.lab.data.folder import folder
 from steppe.lab.data.located import is_table, located, not_found
 from steppe.lab.data.split import Data
-from steppe.lab.data.subset import noisy, split_off, stratified
+from steppe.lab.data.subset import held_out, noisy, stratified
 from steppe.lab.data.table import table
 from steppe.lab.data.user import from_function
 from steppe.lab.naming import check_options, names_function, user_function
@@ -62,15 +60,10 @@ def load(
     name = located(name)
     if name in BUILT_IN:
         check_options(name, lambda: None, options)
-        data = BUILT_IN[name](train_size=train_size, seed=seed)
+        data, train_size = BUILT_IN[name](train_size=train_size, seed=seed), None
     else:
         data = raw(name, root, seed, options)
-        if train_size is not None:
-            data = with_train_size(data, train_size, seed=seed)
-    if label_noise:
-        data = with_label_noise(data, label_noise, seed=seed)
-    if validation:
-        data = with_validation(data, validation, seed=seed)
+    data = prepared(data, train_size, label_noise, validation, seed=seed)
     usual = FOLDER_AUGMENT if name.startswith("folder:") else AUGMENT.get(name, ())
     chosen = usual if augment is None else tuple(augment)
     if augment is None and not usual:
@@ -92,11 +85,8 @@ def raw(name: str, root: Path | None, seed: int, options: Mapping[str, Any]) -> 
         return table(Path(name), seed=seed, **options)
     if name in CATALOGUE:
         # Options are checked first: a typing error need not wait for a file.
-        loader: Callable[..., Data] = (
-            fashion_mnist if name == "fashion-mnist" else partial(cifar, name)
-        )
-        check_options(name, loader, options)
-        return loader(place_of(name, root), **options)
+        check_options(name, reader(name), options)
+        return reader(name)(place_of(name, root), **options)
     if names_function(name):
         return from_function(name, user_function(name), dict(options))
     raise not_found(name)
@@ -110,6 +100,17 @@ def known_targets(data: Data, purpose: str) -> Tensor:
             "attribute `targets`."
         )
     return data.train.targets
+
+
+def prepared(
+    data: Data, train_size: int | None, label_noise: float, validation: float, *, seed: int
+) -> Data:
+    """The data after what of this is asked for, in this order."""
+    if train_size is not None:
+        data = with_train_size(data, train_size, seed=seed)
+    if label_noise:
+        data = with_label_noise(data, label_noise, seed=seed)
+    return with_validation(data, validation, seed=seed) if validation else data
 
 
 def with_train_size(data: Data, size: int, *, seed: int) -> Data:
@@ -134,6 +135,7 @@ def with_label_noise(data: Data, fraction: float, *, seed: int) -> Data:
 
 def with_validation(data: Data, fraction: float, *, seed: int) -> Data:
     """The data with a part of the training split set aside as `validation`."""
-    rest, chosen = split_off(known_targets(data, "validation"), fraction, seed=seed)
+    rows = held_out(known_targets(data, "validation"), fraction, seed=seed, key="validation")
+    rest, chosen = (data.train.subset(part.nonzero().flatten()) for part in (~rows, rows))
     note = f"{len(chosen)} of them set aside for validation"
-    return data.noted(note, train=data.train.subset(rest), validation=data.train.subset(chosen))
+    return data.noted(note, train=rest, validation=chosen)

@@ -18,21 +18,23 @@ from steppe.lab.data.workers import batch_tasks, run_tasks
 class Split(ABC):
     """Samples with targets, drawn as batches in an order that the caller gives."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    labels: Tensor | None
 
     @property
-    @abstractmethod
     def targets(self) -> Tensor | None:
         """All targets in storage order, or None where only loading every sample would tell."""
+        return self.labels
+
+    def relabelled(self, targets: Tensor) -> Split:
+        """The same samples with other targets."""
+        return replace(self, labels=targets)  # type: ignore[type-var]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def subset(self, indices: Tensor) -> Split:
         """These samples only, in this order."""
-
-    @abstractmethod
-    def relabelled(self, targets: Tensor) -> Split:
-        """The same samples with other targets."""
 
     @abstractmethod
     def augmented(self, names: tuple[str, ...]) -> Split:
@@ -89,6 +91,13 @@ class Data:
                 f"{self.name}: classification needs 2 or more classes, got {self.classes}."
             )
 
+    @classmethod
+    def divided(cls, name: str, x: Tensor, y: Tensor, test: Tensor, **about: Any) -> Data:
+        """Samples in memory, those of the mask `test` being the test split."""
+        train, rest = (MemorySplit(x[rows], y[rows]) for rows in (~test, test))
+        task = "regression" if y.is_floating_point() else "classification"
+        return cls(name, train, rest, task=task, shape=tuple(x.shape[1:]), **about)
+
     def noted(self, note: str, **changes: Any) -> Data:
         """A changed copy whose note says what was changed."""
         return replace(self, note=f"{self.note}; {note}" if self.note else note, **changes)
@@ -116,16 +125,9 @@ class MemorySplit(Split):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    @property
-    def targets(self) -> Tensor:
-        return self.labels
-
     def subset(self, indices: Tensor) -> MemorySplit:
         inputs = self.inputs.index_select(0, indices)
         return replace(self, inputs=inputs, labels=self.labels[indices])
-
-    def relabelled(self, targets: Tensor) -> MemorySplit:
-        return replace(self, labels=targets)
 
     def augmented(self, names: tuple[str, ...]) -> MemorySplit:
         if names and (self.inputs.dtype != torch.uint8 or self.inputs.dim() != 4):

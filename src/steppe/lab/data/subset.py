@@ -35,31 +35,20 @@ def stratified(targets: Tensor, size: int, *, seed: int, key: str = "subset") ->
     return shuffled[share.argsort(stable=True)[:size]].sort().values
 
 
-def split_off(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of what remains and of the stratified `fraction` that is split off."""
-    if not 0 < fraction < 1:
-        raise ValueError(f"The validation fraction must lie between 0 and 1, got {fraction}.")
-    size = max(1, round(fraction * len(targets)))
-    if size >= len(targets):
-        raise ValueError(
-            f"validation={fraction} of {len(targets)} training samples leaves nothing to train on."
-        )
-    chosen = stratified(targets, size, seed=seed, key="validation")
-    left = torch.ones(len(targets), dtype=torch.bool)
-    left[chosen] = False
-    return left.nonzero().flatten(), chosen
+def mask(n: int, chosen: Tensor) -> Tensor:
+    """Which of `n` samples are among the chosen indices."""
+    return torch.zeros(n, dtype=torch.bool).index_fill_(0, chosen, True)
 
 
-def test_rows(targets: Tensor, fraction: float, *, seed: int) -> Tensor:
-    """A mask of the stratified `fraction` of the samples that is the test split."""
+def held_out(targets: Tensor, fraction: float, *, seed: int, key: str) -> Tensor:
+    """A mask of the stratified `fraction` of the samples that is set aside; `key` says for what."""
+    n = len(targets)
     if not 0 < fraction < 1:
-        raise ValueError(f"test must be between 0 and 1, got {fraction}.")
-    count = max(1, round(fraction * len(targets)))
-    if count >= len(targets):
-        raise ValueError(f"{len(targets)} samples are too few to train on and to test on.")
-    mask = torch.zeros(len(targets), dtype=torch.bool)
-    mask[stratified(targets, count, seed=seed, key="test")] = True
-    return mask
+        raise ValueError(f"{key} must be between 0 and 1, got {fraction}.")
+    size = max(1, round(fraction * n))
+    if size >= n:
+        raise ValueError(f"{key}={fraction} of {n} samples leaves nothing to train on.")
+    return mask(n, stratified(targets, size, seed=seed, key=key))
 
 
 def noisy(targets: Tensor, fraction: float, *, classes: int, seed: int) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from steppe.lab.data.split import Data, MemorySplit
-from steppe.lab.data.subset import test_rows
+from steppe.lab.data import subset
+from steppe.lab.data.split import Data
 from steppe.lab.naming import unknown
 
 SUFFIXES = (".csv", ".tsv")
@@ -36,16 +36,11 @@ class Column:
         return [i for i, text in enumerate(self.texts) if text.lower() in MISSING]
 
     def numbers(self) -> Tensor | None:
-        values = []
-        for text in self.texts:
-            try:
-                value = math.nan if text.lower() in MISSING else float(text)
-            except ValueError:
-                return None
-            if math.isinf(value):
-                return None
-            values.append(value)
-        return torch.tensor(values, dtype=torch.float64)
+        try:
+            values = [math.nan if t.lower() in MISSING else float(t) for t in self.texts]
+        except ValueError:
+            return None
+        return None if math.inf in map(abs, values) else torch.tensor(values, dtype=torch.float64)
 
 
 def table(
@@ -78,7 +73,7 @@ def table(
             raise unknown(f"column of {path.name}", name, names)
     aim = next(column for column in columns if column.name == target)
     labels, classes = _targets(aim, task, path.name)
-    held_out = test_rows(labels, test, seed=seed)
+    held_out = subset.held_out(labels, test, seed=seed, key="test")
     chosen = [c for c in columns if c.name not in (target, *left_out)]
     if not chosen:
         raise ValueError(f"{path.name} has no column besides the target {target!r}.")
@@ -91,15 +86,7 @@ def table(
     filled = sum(len(column.missing) for column in chosen if column.numbers() is not None)
     if filled:
         note += f"; {filled} missing numbers set to the mean"
-    return Data(
-        name=path.name,
-        train=MemorySplit(inputs[~held_out], labels[~held_out]),
-        test=MemorySplit(inputs[held_out], labels[held_out]),
-        task="regression" if classes is None else "classification",
-        classes=classes,
-        shape=(inputs.shape[1],),
-        note=note,
-    )
+    return Data.divided(path.name, inputs, labels, held_out, classes=classes, note=note)
 
 
 def read_columns(path: Path) -> list[Column]:

@@ -42,16 +42,9 @@ class DatasetSplit(Split):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @property
-    def targets(self) -> Tensor | None:
-        return self.labels
-
     def subset(self, indices: Tensor) -> DatasetSplit:
         labels = None if self.labels is None else self.labels[indices]
         return replace(self, indices=self.indices[indices], labels=labels)
-
-    def relabelled(self, targets: Tensor) -> DatasetSplit:
-        return replace(self, labels=targets)
 
     def augmented(self, names: tuple[str, ...]) -> DatasetSplit:
         if names:
@@ -139,19 +132,13 @@ def as_split(source: Source, name: str) -> Split:
             return MemorySplit(inputs, targets.to(torch.float32))
         column = targets.dim() == 2 and targets.shape[1] == 1
         return MemorySplit(inputs, (targets.flatten() if column else targets).to(torch.int64))
-    if isinstance(source, IterableDataset | Tensor | tuple | list):
-        raise TypeError(_no_split(source, name))
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        known = known_labels(source)
-        return DatasetSplit(source, torch.arange(len(source)), known, collate)
-    raise TypeError(_no_split(source, name))
-
-
-def _no_split(source: Source, name: str) -> str:
-    return (
-        f"{name}: a split must be a pair (inputs, targets) of tensors or arrays, a dataset with "
-        f"__len__ and __getitem__, or a DataLoader of one; got {type(source).__name__}."
-    )
+    indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    if not indexed or isinstance(source, IterableDataset | Tensor | tuple | list):
+        raise TypeError(
+            f"{name}: a split must be a pair (inputs, targets) of tensors or arrays, a dataset with "
+            f"__len__ and __getitem__, or a DataLoader of one; got {type(source).__name__}."
+        )
+    return DatasetSplit(source, torch.arange(len(source)), known_labels(source), collate)
 
 
 def _as_tensor(part: Any, name: str) -> Tensor:

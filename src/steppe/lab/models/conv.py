@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from steppe.lab.models.initial import initialise_convolutional
-from steppe.lab.models.resnet import convolution
+from steppe.lab.models.initial import initialised
+from steppe.lab.models.resnet import normed
 from steppe.lab.models.widths import image_shape, scaled
 
 
@@ -26,10 +26,7 @@ def small_conv(
     for k, outputs in enumerate(scaled(c, width) for c in channels):
         if k:
             layers.append(nn.MaxPool2d(2))
-        layers += [convolution(inputs, outputs, 3), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        layers += normed(inputs, outputs, 3)
         inputs = outputs
-    model = nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)
-    )
-    initialise_convolutional(model)
-    return model
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    return initialised(nn.Sequential(*layers))

@@ -71,12 +71,9 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"{package} is not installed. Install it: pip install {package}."
-        ) from error
-    except (
-        RuntimeError
-    ) as error:  # a torchvision built for another torch: "operator … does not exist"
+        message = f"{package} is not installed. Install it: pip install {package}."
+        raise ImportError(message) from error
+    except RuntimeError as error:  # built for another torch: "operator … does not exist"
         raise ImportError(
             f"{package} does not import beside this torch ({error}). Install the build that matches it."
         ) from error

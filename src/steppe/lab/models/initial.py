@@ -9,14 +9,16 @@ embedding truncated normal with std 1/sqrt(fan-in).
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 from torch import nn
 
+T = TypeVar("T", bound=nn.Module)
 NORMS = (nn.BatchNorm2d, nn.LayerNorm)
 
 
-def initialise_convolutional(model: nn.Module) -> None:
-    """Give a convolution net or an MLP its initial weights."""
+def initialised(model: T) -> T:
+    """A convolution net or an MLP with its initial weights."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -24,18 +26,16 @@ def initialise_convolutional(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, (*NORMS, nn.Linear)):
             module.reset_parameters()
+    return model
 
 
 def initialise_transformer(model: nn.Module) -> None:
     """Give a vision transformer's layers their initial weights (its embeddings are its own)."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Linear | nn.Conv2d):
             fan_in = module.weight[0].numel()
-            nn.init.trunc_normal_(module.weight, std=1 / math.sqrt(fan_in))
+            std = 0.02 if isinstance(module, nn.Linear) else 1 / math.sqrt(fan_in)
+            nn.init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, NORMS):

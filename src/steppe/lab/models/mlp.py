@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from steppe.lab.models.initial import initialise_convolutional
+from steppe.lab.models.initial import initialised
 from steppe.lab.models.widths import scaled
 
 
@@ -27,6 +27,4 @@ def mlp(
         if dropout:
             layers.append(nn.Dropout(dropout))
         size = units
-    model = nn.Sequential(*layers, nn.Linear(size, classes))
-    initialise_convolutional(model)
-    return model
+    return initialised(nn.Sequential(*layers, nn.Linear(size, classes)))

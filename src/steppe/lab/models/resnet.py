@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from steppe.lab.models.initial import initialise_convolutional
+from steppe.lab.models.initial import initialised
 from steppe.lab.models.widths import image_shape, is_small, scaled
 
 
@@ -41,6 +41,12 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Con
     return Convolution(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
 
 
+def normed(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """A convolution with BatchNorm and ReLU."""
+    layer = convolution(inputs, outputs, size, stride)
+    return [layer, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
 class Residual(nn.Module):
     """relu(body(x) + shortcut(x)); the shortcut is a 1x1 convolution where shapes differ."""
 
@@ -49,9 +55,7 @@ class Residual(nn.Module):
         self.body = body
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(*normed(inputs, outputs, 1, stride)[:2])
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,29 +64,15 @@ class Residual(nn.Module):
 
 def basic_block(inputs: int, channels: int, stride: int) -> Residual:
     """Two 3x3 convolutions."""
-    body = nn.Sequential(
-        convolution(inputs, channels, 3, stride),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(inplace=True),
-        convolution(channels, channels, 3),
-        nn.BatchNorm2d(channels),
-    )
-    return Residual(body, inputs, channels, stride)
+    layers = [*normed(inputs, channels, 3, stride), *normed(channels, channels, 3)[:2]]
+    return Residual(nn.Sequential(*layers), inputs, channels, stride)
 
 
 def bottleneck(inputs: int, channels: int, stride: int) -> Residual:
     """1x1, 3x3 (with the stride, as in ResNet v1.5) and 1x1 to four times the channels."""
-    body = nn.Sequential(
-        convolution(inputs, channels, 1),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(inplace=True),
-        convolution(channels, channels, 3, stride),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(inplace=True),
-        convolution(channels, 4 * channels, 1),
-        nn.BatchNorm2d(4 * channels),
-    )
-    return Residual(body, inputs, 4 * channels, stride)
+    layers = [*normed(inputs, channels, 1), *normed(channels, channels, 3, stride)]
+    layers += normed(channels, 4 * channels, 1)[:2]
+    return Residual(nn.Sequential(*layers), inputs, 4 * channels, stride)
 
 
 class ResNet(nn.Module):
@@ -99,10 +89,7 @@ class ResNet(nn.Module):
         small: bool,
     ) -> None:
         super().__init__()
-        stem: list[nn.Module] = [convolution(colours, channels[0], 3)]
-        if not small:
-            stem = [convolution(colours, channels[0], 7, stride=2)]
-        stem += [nn.BatchNorm2d(channels[0]), nn.ReLU(inplace=True)]
+        stem = normed(colours, channels[0], 3 if small else 7, 1 if small else 2)
         if not small:
             stem.append(nn.MaxPool2d(3, stride=2, padding=1))
         self.stem = nn.Sequential(*stem)
@@ -116,7 +103,7 @@ class ResNet(nn.Module):
             stages.append(nn.Sequential(*layers))
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)
-        initialise_convolutional(self)
+        initialised(self)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.stages(self.stem(x)).mean(dim=(2, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from steppe.lab.models.initial import initialise_convolutional
+from steppe.lab.models.initial import initialised
 from steppe.lab.models.widths import image_shape, is_small, scaled
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
@@ -42,17 +42,8 @@ def vgg16_bn(
     side = 1 if small else LARGE_MAP
     layers += [nn.AdaptiveAvgPool2d(side), nn.Flatten()]
     units = (0 if small else 4096) if hidden is None else hidden
-    model = nn.Sequential(*layers, *classifier(inputs * side**2, units, classes, width, dropout))
-    initialise_convolutional(model)
-    return model
-
-
-def classifier(
-    inputs: int, hidden: int, classes: int, width: float, dropout: float
-) -> list[nn.Module]:
-    """One linear layer, or three with ReLU and dropout between them."""
-    layers: list[nn.Module] = []
-    for units in [scaled(hidden, width)] * 2 if hidden else []:
-        layers += [nn.Linear(inputs, units), nn.ReLU(inplace=True), nn.Dropout(dropout)]
-        inputs = units
-    return [*layers, nn.Linear(inputs, classes)]
+    inputs *= side**2
+    for size in [scaled(units, width)] * 2 if units else []:
+        layers += [nn.Linear(inputs, size), nn.ReLU(inplace=True), nn.Dropout(dropout)]
+        inputs = size
+    return initialised(nn.Sequential(*layers, nn.Linear(inputs, classes)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from steppe.lab.models.initial import initialise_convolutional
-from steppe.lab.models.resnet import convolution
+from steppe.lab.models.initial import initialised
+from steppe.lab.models.resnet import convolution, normed
 from steppe.lab.models.widths import image_shape, is_small, scaled
 
 
@@ -16,9 +16,7 @@ class PreActivation(nn.Module):
         super().__init__()
         self.activate = nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU(inplace=True))
         self.body = nn.Sequential(
-            convolution(inputs, outputs, 3, stride),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(inplace=True),
+            *normed(inputs, outputs, 3, stride),
             nn.Dropout(dropout),
             convolution(outputs, outputs, 3),
         )
@@ -60,6 +58,4 @@ def wide_resnet(
             inputs = channels
     layers += [nn.BatchNorm2d(inputs), nn.ReLU(inplace=True)]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
-    model = nn.Sequential(*layers)
-    initialise_convolutional(model)
-    return model
+    return initialised(nn.Sequential(*layers))

@@ -60,7 +60,13 @@ MEASURES = ("reviews", "tweets", "4 bits", "3 bits", "tweets, 3 bits", "calibrat
 
 @dataclass(frozen=True)
 class Run:
-    """One training: everything that makes it another."""
+    """One training: everything that makes it another.
+
+    >>> Run("lora", 200, 0.2, "flat_lora:rise=.05", 1e-3, seed=0) == Run(
+    ...     "lora", 200, 0.2, "flat_lora:rise=.05", 1e-3, seed=1
+    ... )
+    False
+    """
 
     kind: str
     size: int

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 COMMANDS = {
     "step": ["step.py", "mlp", "--quick"],
     "memory": ["memory.py", "--quick", "--width", "256"],
+    "lora": ["memory.py", "--lora", "--quick", "--width", "256"],
     "data": ["data.py", "--quick"],
     "convolution": ["convolution.py", "--quick"],
     "scaling": ["scaling.py", "--quick"],

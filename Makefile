@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test lint types unit bench study wheel clean
+.PHONY: help install demo pictures test lint types unit bench study wheel clean
 
 help:  ## what this file can do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, compress them, loo
 	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)
 	@echo
 	$(BIN)/steppe report $(DEMO)/noisy.json --store $(DEMO) --out $(DEMO)/report.html
+
+pictures: demo  ## run the demo, then write its pictures and the tables of the README
+	$(BIN)/python docs/pictures.py
 
 demo-%: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)

@@ -1,22 +1,27 @@
-"""The pictures of the README and of *Why flat minima*, from the runs of `make demo`.
+"""What README and docs show of `make demo`: pictures, and the tables of the README.
 
-make demo && .venv/bin/python docs/pictures.py
+Run by `make pictures`.
 """
 
+import textwrap
 from pathlib import Path
 
 import torch
 
-from steppe.lab.sentences import NAMES
+from steppe.lab.sentences import NAMES, comparison_sentence, interval_words
+from steppe.lab.statistics import mean_std
+from steppe.lab.survival import survival_cells
 from steppe.report.canvas import COLOURS, panels, save_figure
 from steppe.report.figures import landscape_figure, radius_figure
 from steppe.report.gathered import Gathered
 from steppe.report.sections import interval
 from steppe.report.subjects import find_comparison
+from steppe.report.summary import notices
 from steppe.report.survival import survival_curves
 
 STORE = Path("runs/demo")
-ASSETS = Path(__file__).parent / "assets"
+ROOT = Path(__file__).parent.parent
+ASSETS = ROOT / "docs/assets"
 SHOWN = ("SGD", "SAM", "RWP", "m-RWP")
 
 
@@ -57,8 +62,48 @@ def result_picture(gathered: Gathered):
     return figure
 
 
+def tables(gathered: Gathered) -> dict[str, str]:
+    """Markdown by the name of its place."""
+    comparison = gathered.comparison
+    sentence = comparison_sentence(comparison)
+    worse = [f"{words} " for words in notices(gathered) if words.startswith("Calibration")]
+    left = {(c.row.spec, c.change.partition(",")[0]): c.values for c in survival_cells(comparison)}
+    result = []
+    for row in gathered.rows:
+        mean, std = mean_std(row.values("test", "accuracy"))
+        three = mean_std(left[row.spec, "3 bits"])[0]
+        gain = interval_words(row.difference, 2).replace("–", "")
+        ece = mean_std(row.values("test", "ece"))[0]
+        time = row.cost["time"]
+        cells = f"{mean:.2f} ± {std:.2f} | {gain} | {time:.2f} | {three:.1f} | {ece:.1f}"
+        result.append(f"| {row.label} | {cells} |")
+    where = comparison.example.environment
+    machine = f"torch {where['torch']}, {where['processor']}, one thread per run."
+    printed = comparison.table(width=80).partition("\n\n")[2].partition("\n\n")[0]
+    wrapped = "\n".join(textwrap.wrap(sentence, 80))
+    return {
+        "result": "\n".join([
+            "| | accuracy, % | gain over SGD [95 % interval, Holm] | time × | 3 bits, % | ECE, % |",
+            "|---|---:|---:|---:|---:|---:|", *result, "", f"{sentence} {''.join(worse)}{machine}",
+        ]),
+        "output": f"```\n{printed}\n…\n{wrapped}\n```",
+    }  # fmt: skip
+
+
+def write(gathered: Gathered) -> None:
+    """Put each table where its comment stands."""
+    file = ROOT / "README.md"
+    content = file.read_text(encoding="utf-8")
+    for name, table in tables(gathered).items():
+        begin, end = f"<!-- {name}: written by docs/pictures.py -->\n", "<!-- end -->"
+        before, _, rest = content.partition(begin)
+        content = f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
+    file.write_text(content, encoding="utf-8")
+
+
 def main() -> None:
     gathered = Gathered(find_comparison([str(STORE / "noisy.json")], STORE), store=STORE)
+    write(gathered)
     labels = [row.label for row in gathered.rows]
     save_figure(result_picture(gathered), ASSETS / "result", formats=("png",))
     for kind, draw in (("landscape", landscape_figure), ("radius", radius_figure)):

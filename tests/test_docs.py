@@ -113,3 +113,10 @@ def test_the_gains_of_the_readme_are_the_evidence():
     known = [[cells[i].strip() for i in places] for cells in evidence if len(cells) == len(header)]
     assert len(rows) >= 4
     assert all(row[1:] in known for row in rows), known
+
+
+def test_the_architecture_names_every_module_of_the_core():
+    table = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## The modules")[2]
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|([^|]+)\|", table, re.M))))
+    modules = {p.stem for p in (ROOT / "src" / "steppe").glob("*.py") if p.stem[0] != "_"}
+    assert modules <= named

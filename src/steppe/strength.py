@@ -6,7 +6,7 @@ ends, so the rise is measured on the way, on the device, and r follows it:
 
     num  <- .98 num + .02 S       den <- .98 den + .02 r²        C = num / den
     base <- base exp(clip(ln(sqrt(2 rise / C) / base), ±.05))    at most `bound`; held where C <= 0
-    ramp  = (1 - min(1, q / q0))^4       q: running mean of the pull on the outputs, q0: of ten steps
+    ramp  = (1 - min(1, q / q0))^2       q: running mean of the pull on the outputs, q0: of ten steps
     r     = max(base sqrt(ramp), 1e-3)
 
 The ramp keeps the noise away while the net has not learnt anything yet: that is what hurts. It needs
@@ -63,7 +63,7 @@ class Steering:
 
     rise: Strength
     bound: float = 0.5
-    power: int = 4
+    power: int = 2
     linear: bool = False
     """Of an ascent, whose rise is its slope; r is not used, rho = rise / ‖g‖ is known directly."""
 

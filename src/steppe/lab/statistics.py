@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import stats
-
 ALPHA = 0.05
 ENOUGH = 5
 """Below so many pairs no verdict is given."""
@@ -84,6 +82,8 @@ def half_width(std: float, n: int, alpha: float = ALPHA) -> float:
     """
     if n < 2:
         return math.inf
+    from scipy import stats  # here: `--help` must not wait for it
+
     return float(stats.t.ppf(1 - alpha / 2, n - 1)) * std / math.sqrt(n)
 
 
@@ -95,6 +95,8 @@ def paired_p(differences: Sequence[float]) -> float:
         return 1.0
     if std == 0:
         return 1.0 if mean == 0 else 0.0
+    from scipy import stats
+
     return float(2 * stats.t.sf(abs(mean) / (std / math.sqrt(n)), n - 1))
 
 

@@ -140,7 +140,7 @@ def compare_lora(size: int, arguments: argparse.Namespace) -> None:
     """Flat-LoRA beside LoRA, each in a process of its own; written to a result of its own."""
     print(f"{size // 4:,} frozen parameters, {ROWS} rows a step; over LoRA, in copies of them")
     lora = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32",) if arguments.quick else ("float32", "bfloat16"):
         names, size_of = (
             (f"LoRA, {dtype}", f"Flat-LoRA, {dtype}"),
             (arguments.layers, arguments.width),

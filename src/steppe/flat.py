@@ -15,8 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored
+from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored, widest
 from steppe.noise import PARALLEL_FROM, spread, standard_normal_
+from steppe.shards import Shards
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
 """Tensors like what this rank holds of parameters."""
@@ -304,3 +305,28 @@ def by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None
     for flat in flats:
         serial = flat.device.type != "cpu" or flat.backup.numel() < PARALLEL_FROM
         spread(partial(work, flat), flat.blocks, 1 if serial else torch.get_num_threads())
+
+
+def decay_and_add(
+    memory: Sequence[Tensor],
+    values: Sequence[Tensor | None],
+    decay: float,
+    scale: float,
+    square: bool,
+    shards: Shards,
+) -> None:
+    """memory <- decay memory + scale value (or value²) on the CPU, where a norm can be asked for without
+    waiting: whole tensors then, and nothing at all where a value is not finite."""
+    pairs = [(local(m), local(v)) for m, v in zip(memory, values, strict=True) if v is not None]
+    wide = widest(m.dtype for m in memory)
+    norms = torch._foreach_norm([v for _, v in pairs], 2, dtype=wide) if pairs else []
+    norm = torch.stack([*norms, torch.zeros((), dtype=wide)]).sum()
+    if not (shards.sum_(norm) if shards.several else norm) < torch.inf:
+        return
+    torch._foreach_mul_([local(m) for m in memory], decay)
+    if pairs:
+        kept, new = [m for m, _ in pairs], [v.to(m.dtype) for m, v in pairs]
+        if square:
+            torch._foreach_addcmul_(kept, new, new, scale)
+        else:
+            torch._foreach_add_(kept, new, alpha=scale)

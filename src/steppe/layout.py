@@ -9,7 +9,7 @@ Noise belongs to places in the full parameters: a block of it is a run of whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +32,11 @@ def local(tensor: Tensor) -> Tensor:
     if is_sharded(tensor):
         return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """What norms over tensors of these dtypes are computed in: 64 bits if any has them, else 32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:

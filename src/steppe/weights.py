@@ -14,9 +14,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy
+from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy, decay_and_add
 from steppe.frozen import FrozenLayers, FrozenLinear
-from steppe.layout import Perturbed, group_factors, local, repeated
+from steppe.layout import Perturbed, group_factors, local, repeated, widest
 from steppe.noise import Draw
 from steppe.shards import Shards
 from steppe.watch import ALREADY, Watch, written_by_others
@@ -52,8 +52,7 @@ class Weights:
             self.params.append(Perturbed(name, param, place, at, *kind, *more))
             self.filters += count
         self.device = self.params[0].device if self.params else torch.device("cpu")
-        kinds = [p.dtype for p in self.params]
-        self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        self.dtype = widest(p.dtype for p in self.params)
         self.sizes = repeated(self.params, [float(p.length) for p in self.params], self.dtype)
         self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
@@ -323,15 +322,17 @@ class Weights:
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
+        if all(group[0].device.type == "cpu" for group in self._flat.groups):
+            decay_and_add(memory, values, decay, float(scale), square, self.shards)
+            return
         flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
         norms = self._total(flats, lambda f, b: torch.linalg.vector_norm(f.loaded(b, given).flat))
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
         scales = torch.where(finite, torch.zeros_like(norms) + scale, 0.0)
         kept = dict(zip(self.params, memory, strict=True))
-        for p in self.params:
-            if not p.active:
-                local(kept[p]).mul_(decays.to(p.device))
+        for p in (p for p in self.params if not p.active):
+            local(kept[p]).mul_(decays.to(p.device))
 
         def learn(flat: Flat, block: Block) -> None:
             # a single block is still there
@@ -346,5 +347,4 @@ class Weights:
 
     def _memory(self, *, last: bool = False) -> list[Flat]:
         """Flat memory; as of the last move, whose gradients there are, whatever was rebound since."""
-        same = self.moved or (last and self._flat.fits())
-        return self._flat.flats if same else self._flat.now()
+        return self._flat.flats if self.moved or (last and self._flat.fits()) else self._flat.now()

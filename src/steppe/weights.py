@@ -322,10 +322,10 @@ class Weights:
 
         If any value is not finite, the whole step is dropped, without asking the device.
         """
-        if all(group[0].device.type == "cpu" for group in self._flat.groups):
+        flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
+        if flats and all(f.device.type == "cpu" and len(f.blocks) > 1 for f in flats):
             decay_and_add(memory, values, decay, float(scale), square, self.shards)
             return
-        flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
         norms = self._total(flats, lambda f, b: torch.linalg.vector_norm(f.loaded(b, given).flat))
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)

@@ -20,7 +20,7 @@ ANALYSES := landscape spectrum radius sharpness robustness
 landscape_options := --n 25
 radius_options := --directions 8
 robustness_options := --seeds 3 --draws 2
-TUNING := --tune --tuning.rises .05 .1 .2 --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
+TUNING := --tune --tuning.rises .05 .2 --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
 demo: $(STAMP)  ## compare the paper's six methods on digits, compress them, look at their minima, write a page
 	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp arwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 $(TUNING) \

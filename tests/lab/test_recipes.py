@@ -13,7 +13,7 @@ from steppe.lab.specs import parse
 from steppe.lab.trainer import check_channels
 
 COLUMNS = ("vgg16-bn", "resnet18", "wrn-28-10", "vit-s")
-# rho, sigma, sigma of the m-methods: the paper's settings, written out apart from the recipes
+# rho, sigma, sigma of the mixed methods: the paper's settings, written out apart from the recipes
 SETTINGS = {
     "cifar10-vgg16-bn": (0.05, 0.01, 0.015),
     "cifar10-resnet18": (0.1, 0.01, 0.015),

@@ -152,12 +152,12 @@ class Processes(AbstractContextManager["Processes"]):
 def _end(future: Future[Result]) -> End:
     error = future.exception()
     if isinstance(error, BrokenProcessPool):
-        told = LabError(
+        said = LabError(
             "a training process died, perhaps because memory ran out. Finished runs are kept: "
             "the same command resumes; --jobs 1 needs less memory."
         )
-        told.__cause__ = error
-        return told
+        said.__cause__ = error
+        return said
     return future.result() if error is None else error
 
 

@@ -237,12 +237,12 @@ class Tasks(AbstractContextManager["Tasks"]):
     def _retried(self, trial: Trial, error: Exception) -> End | None:
         reason = str(error).partition("\n")[0]
         if trial.attempt >= self.engine.retries:
-            told = LabError(
+            said = LabError(
                 f"the worker of {trial.label} died {trial.attempt + 1} times, perhaps because "
                 f"memory ran out: {reason} Finished runs are kept: the same command resumes."
             )
-            told.__cause__ = error
-            return told
+            said.__cause__ = error
+            return said
         logger.warning("the worker of %s died, and the run is sent to another", trial.label)
         self._send(replace(trial, attempt=trial.attempt + 1))
         return None

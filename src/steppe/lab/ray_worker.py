@@ -138,9 +138,9 @@ def _patiently(trial: Trial, sources: Sources, listener: Listener) -> Result:
 
 
 def _tell(ray: Any, board: Any, event: Event) -> None:
-    told = board.tell.remote(event)
+    sent = board.tell.remote(event)
     if event.done:
-        ray.get(told)  # before the result, after which nobody reads
+        ray.get(sent)  # before the result, after which nobody reads
 
 
 @contextmanager

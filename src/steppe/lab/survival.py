@@ -121,8 +121,8 @@ def survival_columns(comparison: Comparison) -> tuple[tuple[str, ...], dict[str,
     for cell in cells:
         stem = f"{'unchanged' if cell.change == UNCHANGED else cell.change}, {cell.statistics}"
         names |= dict.fromkeys(f"{stem}{end}" for end in ("", " difference", " low", " high"))
-        told = cell.difference
-        values = ("", "", "") if told is None else (told.mean, told.low, told.high)
+        said = cell.difference
+        values = ("", "", "") if said is None else (said.mean, said.low, said.high)
         numbers[cell.row.spec] += [str(v) for v in (mean_std(cell.values)[0], *values)]
     return tuple(names), {spec: tuple(values) for spec, values in numbers.items()}
 

@@ -111,16 +111,16 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
     for index, s in spectra.items():
         name = gathered.rows[index].label
         largest = f"λmax = {shown(s.largest, 3)}"
-        told = shown_within(s.largest, s.largest_residual)
+        said = shown_within(s.largest, s.largest_residual)
         trace = f"{shown(s.trace)} ± {shown(s.trace_error, 2)}"
         points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))
         labels = ("eigenvalue of the Hessian", "density")
-        summary = f"Spectrum of {name}: largest eigenvalue {told}, trace {trace}."
+        summary = f"Spectrum of {name}: largest eigenvalue {said}, trace {trace}."
         chart = area_chart(points[::2], index, x, y, (s.largest, largest), labels, summary)
         charts.append(captioned(chart, f"{name}: trace {trace}"))
         negative = shown(s.smallest)
         probes = f"{s.steps} × {s.probes}"
-        rows.append((name, told, negative, trace, probes, str(s.origin["bn"])))
+        rows.append((name, said, negative, trace, probes, str(s.origin["bn"])))
     header = ("method", "largest eigenvalue", "smallest", "trace ± error", "products", "BatchNorm")
     about = (
         "All on common axes: the narrower, the flatter. The density is smoothed and logarithmic. "
@@ -140,8 +140,8 @@ def radius_section(gathered: Gathered) -> Section | Absent:
         series = [line for i, c in curves.items() for line in _curve(c, kind, i, gathered)]
         drawn = [s for s in series if not s.theory]
         if drawn:
-            told = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in drawn)
-            summary = f"Loss against radius, {words}. At the largest radius: {told}"
+            said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in drawn)
+            summary = f"Loss against radius, {words}. At the largest radius: {said}"
             low, high = value_range(drawn)
             log = low > 0 and high > 20 * low
             chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=log)
@@ -198,7 +198,7 @@ def _of(gathered: Gathered, name: str, kind: type[Any]) -> dict[int, Any]:
 def origin_words(results: Iterable[Result]) -> str:
     """On what they were measured, and a warning where that differs."""
     origins = [result.origin for result in results]
-    told = " and ".join(
+    said = " and ".join(
         dict.fromkeys(
             f"{o['samples']} samples without augmentation, {o['parameters']} weights, "
             f"BatchNorm mode {o['bn']}"
@@ -206,8 +206,8 @@ def origin_words(results: Iterable[Result]) -> str:
         )
     )
     if len({(o["data_hash"], o["bn"], o["parameters"]) for o in origins}) == 1:
-        return f"Measured on {told}."
+        return f"Measured on {said}."
     return (
-        f"Not measured alike: on {told}, or on other samples. Do not compare; analyse again with "
+        f"Not measured alike: on {said}, or on other samples. Do not compare; analyse again with "
         "the same settings."
     )

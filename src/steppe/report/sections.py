@@ -140,10 +140,10 @@ def cost_section(gathered: Gathered) -> Section | Absent:
             if kind in row.cost and row.finished:
                 spots.append(Spot(row.label, index, row.cost[kind], mean, low, high))
         if spots:
-            told = "; ".join(f"{s.name} {shown(s.y)} at {shown(s.x, 3)}" for s in spots)
+            said = "; ".join(f"{s.name} {shown(s.y)} at {shown(s.x, 3)}" for s in spots)
             x_label = f"{label}, multiples of {base}"
             y_label = f"test {NAMES.get(metric, metric)}"
-            chart = scatter_chart(spots, x_label, y_label, f"{y_label} against {label}. {told}")
+            chart = scatter_chart(spots, x_label, y_label, f"{y_label} against {label}. {said}")
             charts.append(captioned(chart, f"{about} Bars: 95 % intervals."))
     if not charts:
         return Absent("Cost", "steppe compare …")

@@ -55,8 +55,8 @@ def shown_within(value: float, error: float) -> str:
     >>> shown_within(1.019, 6e-31), shown_within(1.019, 0.02)
     ('1.019', '1.019 ± 0.02')
     """
-    told = shown(value)
-    return told if error <= 1e-4 * abs(value) else f"{told} ± {shown(error, 1)}"
+    said = shown(value)
+    return said if error <= 1e-4 * abs(value) else f"{said} ± {shown(error, 1)}"
 
 
 @dataclass(frozen=True)

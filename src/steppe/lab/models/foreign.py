@@ -19,8 +19,8 @@ def foreign(
     if source in ("torchvision", "timm"):
         if width != 1:
             raise ValueError(f"{name} has no width multiplier, got width={width}.")
-        door = from_torchvision if source == "torchvision" else from_timm
-        return door(rest, classes=classes, shape=shape, **options)
+        build = from_torchvision if source == "torchvision" else from_timm
+        return build(rest, classes=classes, shape=shape, **options)
     return from_user(name, classes=classes, shape=shape, width=width, **options)
 
 

@@ -46,6 +46,8 @@ MEAN, NOTICED, WORST, MOST = -0.1, 0.3, -1.0, 1.0
 the least on any one; the most that one setting adds to the mean."""
 ACTIVE = 4
 """Settings on which a rise has to do something."""
+ENOUGH = 3
+"""Seeds on one setting that may give a strength up before it has all of them."""
 Lines = Mapping[Run, Mapping[str, Any]]
 
 
@@ -68,6 +70,11 @@ class Verdict(NamedTuple):
     gains: dict[str, Gain]
     measured: dict[str, float]
     """Mean rise in the last third of training, as a share of what was asked."""
+
+    @property
+    def tried(self) -> dict[str, Gain]:
+        """Settings with as many seeds as it takes to give a strength up."""
+        return {name: gain for name, gain in self.gains.items() if gain.n >= ENOUGH}
 
     @property
     def mean(self) -> float:
@@ -95,21 +102,27 @@ def stage_1() -> Iterator[Run]:
 
 
 def stage_2(lines: Lines, power: int, bound: float) -> Iterator[Run]:
-    """Rises that failed in stage 1 under this ramp and bound are not trained further."""
-    failed = set()
-    for rise in STAGE_1_RISES:
-        runs = [r for r in stage_1() if (r.power, r.bound, r.strength) == (power, bound, rise)]
-        if (verdict := judge(lines, runs)) is not None and not verdict.passes:
-            failed.add(("rwp", rise))
-    for setting, method, rise in itertools.product(SETTINGS, ("rwp", "m_rwp"), RISES):
-        for seed in seeds(setting) if (method, rise) not in failed else ():
-            yield Run(setting, method, rise, power, bound, seed)
+    for method in ("rwp", "m_rwp"):
+        yield from largest_first(lines, [Run("", method, rise, power, bound, 0) for rise in RISES])
 
 
-def stage_3() -> Iterator[Run]:
-    for setting, rho in itertools.product(SETTINGS, RHOS):
-        for seed in seeds(setting, STAGE_3_SEEDS):
-            yield Run(setting, "msam", rho, 0, 0.0, seed)
+def stage_3(lines: Lines) -> Iterator[Run]:
+    yield from largest_first(
+        lines, [Run("", "msam", rho, 0, 0.0, 0) for rho in RHOS], STAGE_3_SEEDS
+    )
+
+
+def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> Iterator[Run]:
+    """All runs of the largest strength that has not lost where it has been tried, and those of the larger
+    ones that are there: a strength is trained to its end only once every larger one has failed."""
+    for cell in sorted(cells, key=lambda run: -run.strength):
+        runs = [replace(cell, setting=s, seed=seed) for s in SETTINGS for seed in seeds(s, most)]
+        verdict = judge(lines, runs)
+        lost = verdict is not None and any(gain.loses for gain in verdict.tried.values())
+        if not lost and (not complete(lines, runs) or (verdict is not None and verdict.passes)):
+            yield from runs
+            return
+        yield from (run for run in runs if found(lines, run) is not None)
 
 
 def found(lines: Lines, run: Run) -> Mapping[str, Any] | None:
@@ -183,7 +196,7 @@ def to_do(lines: Lines) -> list[Run]:
     return (
         missing(lines, stage_1())
         or missing(lines, stage_2(lines, *combination(lines)))
-        or missing(lines, stage_3())
+        or missing(lines, stage_3(lines))
     )
 
 
@@ -253,7 +266,7 @@ def choose(lines: Lines) -> None:
         runs = [r for r in stage_1() if (r.power, r.bound, r.strength) == (p, b, rise)]
         show(f"stage 1: power {p}, bound {b}, rise {rise}", judge(lines, runs))
     print(f"chosen: power {power}, bound {bound}", "" if complete(lines, stage_1()) else "(so far)")
-    for stage, runs in ((2, list(stage_2(lines, power, bound))), (3, list(stage_3()))):
+    for stage, runs in ((2, list(stage_2(lines, power, bound))), (3, list(stage_3(lines)))):
         cells = sorted({(r.method, r.strength) for r in runs})
         for method, strength in cells:
             mine = [r for r in runs if (r.method, r.strength) == (method, strength)]

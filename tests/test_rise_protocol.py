@@ -21,7 +21,13 @@ def made_up(runs, gain, highest=0.1):
     return lines
 
 
-RUNS = list(rise.stage_2({}, 4, 0.5))
+RUNS = [
+    rise.Run(setting, method, strength, 4, 0.5, seed)
+    for setting in rise.SETTINGS
+    for method in ("rwp", "m_rwp")
+    for strength in rise.RISES
+    for seed in rise.seeds(setting)
+]
 
 
 def test_the_largest_rise_that_loses_nowhere_is_chosen():
@@ -65,12 +71,23 @@ def test_the_combination_that_gives_most_while_it_passes_is_taken():
     assert rise.combination(lines) == (2, 0.5)
 
 
-def test_a_rise_that_failed_before_is_not_trained_further():
-    runs = list(rise.stage_1())
-    lines = made_up(runs, lambda r: -1.5 if r.strength == 0.2 else 0.2)
-    kinds = {(r.method, r.strength) for r in rise.stage_2(lines, 2, 0.5)}
-    assert ("rwp", 0.2) not in kinds
-    assert {("rwp", 0.1), ("m_rwp", 0.2)} < kinds
+def cells(lines):
+    return {(r.method, r.strength) for r in rise.missing(lines, rise.stage_2(lines, 4, 0.5))}
+
+
+def test_the_largest_rise_is_trained_first_and_given_up_where_it_loses():
+    assert {("rwp", 0.2), ("m_rwp", 0.2)} < cells({})
+    tried = [r for r in RUNS if r.setting == "mlp-clean" and r.method == "rwp"]
+    lost = [r for r in tried if r.strength == 0.2][: rise.ENOUGH]
+    assert ("rwp", 0.2) in cells(made_up(lost[:-1], lambda r: -1.5))
+    assert {("rwp", 0.1), ("m_rwp", 0.2)} < cells(made_up(lost, lambda r: -1.5))
+
+
+def test_smaller_rises_are_not_trained_where_a_larger_one_passes():
+    whole = [r for r in RUNS if r.strength == 0.1]
+    lines = made_up([r for r in RUNS if r.strength == 0.2], lambda r: -0.2)  # its mean fails
+    assert cells(lines) == {("rwp", 0.1), ("m_rwp", 0.1)}
+    assert not cells(lines | made_up(whole, lambda r: 0.2))
 
 
 def test_a_run_that_never_reached_the_bound_stands_for_both():
@@ -87,7 +104,7 @@ def test_stages_follow_each_other_and_nothing_is_repeated():
     second = rise.to_do(lines)
     assert not set(second) & set(lines)
     assert {r.method for r in second} == {"baseline", "baseline, two", "rwp", "m_rwp"}
-    lines |= made_up(RUNS, lambda r: 0.0)
+    lines |= made_up([r for r in RUNS if r.strength == 0.2], lambda r: 0.0)
     assert {r.method for r in rise.to_do(lines)} <= {"msam"}
 
 

@@ -46,8 +46,6 @@ MEAN, NOTICED, WORST, MOST = -0.1, 0.3, -1.0, 1.0
 the least on any one; the most that one setting adds to the mean."""
 ACTIVE = 4
 """Settings on which a rise has to do something."""
-ENOUGH = 3
-"""Seeds on one setting that may give a strength up before it has all of them."""
 Lines = Mapping[Run, Mapping[str, Any]]
 
 
@@ -70,11 +68,6 @@ class Verdict(NamedTuple):
     gains: dict[str, Gain]
     measured: dict[str, float]
     """Mean rise in the last third of training, as a share of what was asked."""
-
-    @property
-    def tried(self) -> dict[str, Gain]:
-        """Settings with as many seeds as it takes to give a strength up."""
-        return {name: gain for name, gain in self.gains.items() if gain.n >= ENOUGH}
 
     @property
     def mean(self) -> float:
@@ -113,14 +106,16 @@ def stage_3(lines: Lines) -> Iterator[Run]:
 
 
 def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> Iterator[Run]:
-    """All runs of the largest strength that has not lost where it has been tried, and those of the larger
-    ones that are there: a strength is trained to its end only once every larger one has failed."""
+    """All runs of the largest strength that may still pass, and those of the larger ones that are there:
+    a strength is given up once it loses on a setting with all its seeds, or as a whole."""
     for cell in sorted(cells, key=lambda run: -run.strength):
         runs = [replace(cell, setting=s, seed=seed) for s in SETTINGS for seed in seeds(s, most)]
         verdict = judge(lines, runs)
-        lost = verdict is not None and any(gain.loses for gain in verdict.tried.values())
-        if not lost and (not complete(lines, runs) or (verdict is not None and verdict.passes)):
-            yield from runs
+        lost = {} if verdict is None else {n: g for n, g in verdict.gains.items() if g.loses}
+        if not any(gain.n == len(seeds(name, most)) for name, gain in lost.items()) and (
+            not complete(lines, runs) or (verdict is not None and verdict.passes)
+        ):
+            yield from sorted(runs, key=lambda run: run.setting not in lost)
             return
         yield from (run for run in runs if found(lines, run) is not None)
 
@@ -164,17 +159,20 @@ def complete(lines: Lines, runs: Iterable[Run]) -> bool:
 
 
 def missing(lines: Lines, runs: Iterable[Run]) -> list[Run]:
-    """What is still to be trained, baselines included: first few seeds of all, cheapest first."""
+    """What is still to be trained, baselines included."""
     wanted = dict.fromkeys(run for each in runs for run in (each.baseline, each))
-    left = [run for run in wanted if found(lines, run) is None]
+    return [run for run in wanted if found(lines, run) is None]
 
-    def turn(run: Run) -> tuple[Any, ...]:
-        # bound .5 before .3, which it may stand for; whole layers of seeds, costly settings late in each
-        layer = (run.seed - FIRST_SEED) // 3
-        late = run.setting == "cifar10"
-        return (layer + late, run.batches, SETTINGS[run.setting].seconds, run.seed, -run.bound)
 
-    return sorted(left, key=turn)
+def to_do(lines: Lines) -> list[Run]:
+    """The next runs of the first stage that is not complete."""
+    left = missing(
+        lines, sorted(stage_1(), key=lambda run: (SETTINGS[run.setting].seconds, -run.bound))
+    )
+    if not left:
+        left = missing(lines, stage_2(lines, *combination(lines)))
+        left.sort(key=lambda run: SETTINGS[run.setting].seconds > 30)  # CIFAR-10 last
+    return left or missing(lines, stage_3(lines))
 
 
 def combination(lines: Lines) -> tuple[int, float]:
@@ -189,15 +187,6 @@ def combination(lines: Lines) -> tuple[int, float]:
             if given > best:
                 best, chosen = given, combo
     return chosen
-
-
-def to_do(lines: Lines) -> list[Run]:
-    """The next runs of the first stage that is not complete."""
-    return (
-        missing(lines, stage_1())
-        or missing(lines, stage_2(lines, *combination(lines)))
-        or missing(lines, stage_3(lines))
-    )
 
 
 def largest(lines: Lines, runs: Iterable[Run]) -> dict[str, float]:

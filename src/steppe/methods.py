@@ -17,10 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import nn
-
 from steppe.ascents import Ascent, MomentumAscent
-from steppe.defaults import MIXED_RATIOS, RATIOS, Ratios
 from steppe.perturbations import (
     AdaptiveGaussian,
     ElementwiseGaussian,
@@ -28,6 +25,7 @@ from steppe.perturbations import (
     Perturbation,
 )
 from steppe.schedules import Strength, needs_steps, with_steps
+from steppe.strength import MIXED_RISE, RISE
 
 Feed = Literal["one", "each", "slices"]
 """What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""
@@ -57,8 +55,6 @@ class Method:
     """The user asked for one batch in all passes, which consecutive micro-batches cannot give."""
     m: int | None = None
     """m-sharpness: `backward` runs all passes on each part of m samples."""
-    defaults: Ratios | None = None
-    """Set where nobody gave a strength: what it becomes on each kind of model."""
     merged: bool = False
     """Perturb the merged weights of LoRA layers, by noise on their frozen base, and nothing else."""
 
@@ -123,19 +119,6 @@ class Method:
 
         return replace(self, passes=tuple(filled(p) for p in self.passes))
 
-    def for_model(self, model: nn.Module) -> Method:
-        """The same method with its default strength fitted to this kind of model."""
-        if self.defaults is None:
-            return self
-        ratio = self.defaults.for_model(model)
-        passes = tuple(
-            replace(p, perturbation=replace(p.perturbation, ratio=ratio))
-            if isinstance(p.perturbation, Gaussian)
-            else p
-            for p in self.passes
-        )
-        return replace(self, passes=passes, defaults=None)
-
 
 def sgd() -> Method:
     """The baseline: no perturbation, and what every method is at strength zero."""
@@ -158,8 +141,8 @@ def rwp(
         >>> rwp(0.01).passes
         (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False, rise=None), ...),)
     """
-    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
-    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic, rise)),), defaults=defaults)
+    rise = _given(rise, sigma, ratio)
+    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic, rise)),))
 
 
 def arwp(
@@ -179,19 +162,18 @@ def arwp(
     0.1 with sigma or ratio, as in the paper; with `rise` the history is taken relative to its mean
     over all filters, and `eta` is 10.
     """
+    rise = _given(rise, sigma, ratio)
     if elementwise:
-        if ratio is not None or (sigma is None and rise is None):
+        if ratio is not None:
             raise ValueError(
-                "elementwise noise has no filters to be in ratio to: give sigma, for example "
-                "arwp(0.01, elementwise=True), or rise."
+                "elementwise noise has no filters to be in ratio to: give sigma or rise."
             )
         eta = 0.1 if eta is None else eta
         return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent, rise)),))
-    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS)
     if eta is None:
         eta = 0.1 if rise is None else 10.0
     noise = AdaptiveGaussian(sigma, ratio, rise=rise, eta=eta, beta=beta, exponent=exponent)
-    return Method("arwp", (Pass(noise),), defaults=defaults)
+    return Method("arwp", (Pass(noise),))
 
 
 def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
@@ -212,7 +194,6 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
         (Pass(weight=1 - lam), replace(perturbed, weight=lam)),
         feed="one" if same_batch else "each",
         same_batch=same_batch,
-        defaults=method.defaults,
         merged=method.merged,
     )
 
@@ -227,10 +208,9 @@ def m_rwp(
     same_batch: bool = False,
 ) -> Method:
     """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes."""
-    ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS, isotropic)
+    rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     noise = rwp(sigma, ratio=ratio, rise=rise, isotropic=isotropic)
-    method = mixed(noise, lam, same_batch=same_batch)
-    return replace(method, defaults=defaults)
+    return mixed(noise, lam, same_batch=same_batch)
 
 
 def m_arwp(
@@ -246,12 +226,10 @@ def m_arwp(
     same_batch: bool = False,
 ) -> Method:
     """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices."""
-    defaults = None
-    if not elementwise:
-        ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS)
+    rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     shape = {"eta": eta, "beta": beta, "exponent": exponent}
     method = arwp(sigma, ratio=ratio, rise=rise, **shape, elementwise=elementwise)  # type: ignore[arg-type]
-    return replace(mixed(method, lam, same_batch=same_batch), defaults=defaults)
+    return mixed(method, lam, same_batch=same_batch)
 
 
 def sam(
@@ -294,7 +272,7 @@ def lpf_sgd(
     """LPF-SGD: the batch in `samples` slices, each at its own w + eps."""
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}.")
-    one = Pass(Gaussian(sigma, rise=rise), weight=1 / samples, fresh=True)
+    one = Pass(Gaussian(sigma, rise=_given(rise, sigma)), weight=1 / samples, fresh=True)
     return Method("lpf_sgd", (one,) * samples, feed="slices")
 
 
@@ -306,10 +284,9 @@ def antithetic_rwp(
     isotropic: bool = False,
 ) -> Method:
     """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch."""
-    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
-    noise = Gaussian(sigma, ratio, isotropic, rise)
+    noise = Gaussian(sigma, ratio, isotropic, _given(rise, sigma, ratio))
     pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
-    return Method("antithetic_rwp", pair, defaults=defaults)
+    return Method("antithetic_rwp", pair)
 
 
 def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
@@ -321,25 +298,17 @@ def flat_lora(*, ratio: Strength | None = None, rise: Strength | None = None) ->
     """Flat-LoRA: RWP on the merged weights W + s B A of a PEFT model; A and B alone are trained. One pass.
 
     The noise is on the frozen base, with a std from the rows of the merged weight, out of place: the base
-    is neither written nor copied. `rise` is 0.05 unless a strength is given.
+    is neither written nor copied.
     """
-    rise = 0.05 if ratio is rise is None else rise
-    return Method("flat_lora", (Pass(Gaussian(ratio=ratio, rise=rise)),), merged=True)
+    noise = Gaussian(ratio=ratio, rise=_given(rise, ratio))
+    return Method("flat_lora", (Pass(noise),), merged=True)
 
 
-def _default_ratio(
-    sigma: Strength | None,
-    ratio: Strength | None,
-    rise: Strength | None,
-    defaults: Ratios,
-    isotropic: bool = False,
-) -> tuple[Strength | None, Ratios | None]:
-    """The ratio to use and, if nobody gave a strength, what it becomes on each kind of model."""
-    if sigma is None and ratio is None and rise is None:
-        if isotropic:
-            raise ValueError("isotropic noise has no default strength: give sigma or rise.")
-        return defaults.shallow, defaults
-    return ratio, None
+def _given(
+    rise: Strength | None, *fixed: Strength | None, default: float = RISE
+) -> Strength | None:
+    """The rise, which is the default one where no strength is given at all."""
+    return default if rise is None and all(value is None for value in fixed) else rise
 
 
 def _strengths(perturbation: Perturbation | None) -> dict[str, Strength | None]:

@@ -151,8 +151,8 @@ def test_a_line_of_another_default_is_no_row_of_this_one(tmp_path, monkeypatch):
     (setting,) = study.settings
     assert {row.name for row in findings.rows(setting, "defaults")} == {
         "SGD",
-        "ARWP (rise 0.2)",
-        "m-ARWP (rise 0.2)",
+        "RWP (rise 0.2)",
+        "m-RWP (rise 0.2)",
     }
     assert len(before.lines) == 6 * 5
 

@@ -4,7 +4,7 @@
     python benchmarks/rise.py choose                       what the runs so far choose
 
 Stage 1 picks the ramp and the bound, stage 2 the rise of one-pass and of mixed methods, stage 3 msam's
-rho. Each run is a line of `benchmarks/results/rise.jsonl`, written when it ends; the same command takes
+rho; stage 4 chooses nothing and compares the rise with a ratio, ARWP and no rest steps. Each run is a line of `benchmarks/results/rise.jsonl`, written when it ends; the same command takes
 up where it was stopped. What is chosen is a function of these lines alone.
 """
 
@@ -28,6 +28,7 @@ from rise_settings import SETTINGS, Run, train
 LINES = Path(__file__).parent / "results" / "rise.jsonl"
 FIRST_SEED = 30_000
 RISES = (0.02, 0.05, 0.1, 0.2)
+RATIOS = (0.05, 0.1, 0.2, 0.4)
 RHOS = (0.05, 0.1, 0.2, 0.4)
 COMBINATIONS = tuple(itertools.product((4, 2), (0.5, 0.3)))
 """Power of the ramp and bound of the relative displacement."""
@@ -105,6 +106,19 @@ def stage_3(lines: Lines) -> Iterator[Run]:
     )
 
 
+def stage_4() -> Iterator[Run]:
+    """Questions that choose nothing: rise against ratio under the same ramp; ARWP; no rest steps."""
+    for setting in SETTINGS:
+        if setting.startswith(("mlp", "resnet", "vit", "fashion")):
+            for seed in seeds(setting, STAGE_1_SEEDS):
+                cells = [
+                    *itertools.product(["rwp"], RISES),
+                    *itertools.product(["ramped ratio"], RATIOS),
+                ]
+                cells += itertools.product(["arwp", "no rest"], (0.02, 0.2))
+                yield from (Run(setting, *cell, 2, 0.5, seed) for cell in cells)
+
+
 def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> Iterator[Run]:
     """All runs of the largest strength that may still pass, and those of the larger ones that are there:
     a strength is given up once it loses on a setting with all its seeds, or as a whole."""
@@ -172,7 +186,7 @@ def to_do(lines: Lines) -> list[Run]:
     if not left:
         left = missing(lines, stage_2(lines, *combination(lines)))
         left.sort(key=lambda run: SETTINGS[run.setting].seconds > 30)  # CIFAR-10 last
-    return left or missing(lines, stage_3(lines))
+    return left or missing(lines, stage_3(lines)) or missing(lines, stage_4())
 
 
 def combination(lines: Lines) -> tuple[int, float]:
@@ -271,6 +285,21 @@ def choose(lines: Lines) -> None:
                 ", ".join(f"{k} {g.mean:+.1f} ± {g.stderr:.1f}" for k, g in gains.items()),
             )
 
+    print(
+        "stage 4: three seeds of each setting, and what the best value of each kind loses at worst"
+    )
+    cells = {(r.method, r.strength): r for r in stage_4()}
+    worst: dict[str, tuple[float, float, str]] = {}
+    for method, strength in cells:
+        verdict = judge(
+            lines, [r for r in stage_4() if (r.method, r.strength) == (method, strength)]
+        )
+        show(f"stage 4: {method} {strength}", verdict)
+        if verdict is not None:
+            gain, name = min((gain.mean, name) for name, gain in verdict.gains.items())
+            worst[method] = max(worst.get(method, (-math.inf, 0.0, "")), (gain, strength, name))
+    for method, (gain, strength, name) in worst.items():
+        print(f"    {method}: {strength} loses at most {-gain:.2f} ({name})")
     for name, (median, within, n) in agreement(lines).items():
         print(f"probe / (meter / 2), {name}: {median:.2f}, {within:.0%} within [.5, 2] (n = {n})")
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from steppe.lab import models
 from steppe.lab.jobs import Stopped
 from steppe.lab.specs import parse
 from studies.__main__ import main
@@ -132,11 +131,10 @@ def test_every_definition_holds_together(name, tmp_path):
         assert not any(e.part in ("tuning", "tuned") for e in (*plan.entries, *plan.waiting))
 
 
-def test_a_models_own_default_strength_is_written_out(tmp_path):
+def test_the_default_strength_is_written_out(tmp_path):
     plan = make_plan(STUDIES["confirmation"], Evidence(tmp_path, "confirmation"))
     for setting in STUDIES["confirmation"].settings:
-        model = models.build(setting.config.model, classes=10, shape=(1, 16, 16))
-        kind, value = parse("arwp").strength_for(model)
+        kind, value = parse("arwp").full_strength
         assert f"arwp:{kind}={value}" in {e.config.method for e in plan.of(setting, "defaults")}
 
 
@@ -144,7 +142,7 @@ def test_a_line_of_another_default_is_no_row_of_this_one(tmp_path, monkeypatch):
     """The strength is part of a run's identity; the baseline has none, and its line counts on."""
     study = STUDIES["cifar10-noisy"]
     old = pinned
-    monkeypatch.setattr("studies.plan.pinned", lambda s, m: changed(old(s, m)))
+    monkeypatch.setattr("studies.plan.pinned", lambda m: changed(old(m)))
     before = fill(study, tmp_path)
     monkeypatch.setattr("studies.plan.pinned", old)
     findings = Findings(study, Evidence(tmp_path, study.name))

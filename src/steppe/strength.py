@@ -25,7 +25,7 @@ from torch import Tensor
 
 from steppe.schedules import Strength, check_strength, strength_at
 
-RISE, MIXED_RISE = 0.02, 0.1
+RISE, MIXED_RISE = 0.02, 0.02
 """The rise where no strength is given, of one-pass and of mixed methods (docs/decisions.md, *Default
 strengths*): chosen to be safe on every network tried, not to be the best on one."""
 KEPT = 0.98

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe.layout import is_sharded
@@ -152,6 +151,14 @@ class Ranks:
         for group in self.groups:
             dist.all_reduce(message, group=group)
         return [p.view(v.shape) for p, v in zip(message.split(sizes), vectors, strict=True)]
+
+    def mean(self, sums: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Sums divided by how many were added, those of all ranks."""
+        if not self.groups:
+            return [s / n if n else s for s, n in zip(sums, counts, strict=True)]
+        both = torch.stack([*sums, *(sums[0].new_tensor(float(n)) for n in counts)])
+        totals, numbers = self.sum(both)[0].chunk(2)
+        return list((totals / numbers).unbind())
 
     def narrow_sync_batchnorm(self, model: nn.Module) -> None:
         """Let SyncBatchNorm share statistics among the ranks of one pass only."""
@@ -291,32 +298,3 @@ def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None
             f'into; {works}, … ranks work. Or choose passes_over="microbatches".'
         )
     return count
-
-
-class Statistics:
-    """BatchNorm's buffers of the clean ranks, on their way to the perturbed ones."""
-
-    def __init__(self, model: nn.Module, method: Method, ranks: Ranks) -> None:
-        self.buffers: list[Tensor] = []
-        self._clean_ranks = 0
-        if ranks.index is None or not method.has_clean_pass:
-            return
-        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        self.buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
-        self._mine = method.passes[ranks.index].perturbation is None
-        self._clean_ranks = ranks.columns * sum(p.perturbation is None for p in method.passes)
-
-    def pack(self, like: Tensor) -> Tensor:
-        if not self.buffers:
-            return like.new_zeros(0)
-        flat = torch.cat([b.detach().flatten().to(like) for b in self.buffers])
-        return flat / self._clean_ranks if self._mine else torch.zeros_like(flat)
-
-    def unpack(self, message: Tensor) -> None:
-        """Perturbed ranks take the mean of the clean ones; those keep their own."""
-        if not self.buffers or self._mine:
-            return
-        parts = message.split([b.numel() for b in self.buffers])
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            value = part.view(buffer.shape)
-            buffer.copy_(value if buffer.is_floating_point() else value.round())

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from steppe.distributed import Ranks
-from steppe.history import check_same_tensors, difference
 from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import VERSION, Draw
@@ -90,7 +89,7 @@ class Perturber:
         self._training.restore()
         self._training.new_step()
         if drop_gradients:
-            self._training.set_gradients_aside()
+            self._training.leaves.set_aside()
 
     def detach(self) -> None:
         """Put the true weights back and remove every trace from model and optimizer.
@@ -179,7 +178,7 @@ class Perturber:
     def _stats(self) -> dict[str, float]:
         training, weights = self._training, self._training.weights
         stats: dict[str, float] = {"step": self.step, "strength": 0.0, "displacement": 0.0}
-        for noise, state in training.history.states.items():
+        for noise, state in training.states.items():
             stats["strength"] = noise.strength(self.step)
             with torch.no_grad():
                 size = torch.linalg.vector_norm(weights.filter_norms())
@@ -289,7 +288,7 @@ class Perturber:
             "step": self.step,
             "incomplete": training.incomplete,
             "parameters": [[s.name, list(s.param.shape)] for s in weights.params],
-            "states": [dict(state) for state in training.history.states.values()],
+            "states": [dict(state) for state in training.states.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -335,3 +334,21 @@ class Perturber:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("This perturber was detached. Attach again to use it.")
+
+
+def difference(saved: list[Any], here: list[Any]) -> str:
+    """How the parameters of a saved state differ from those attached."""
+    for old, new in zip(saved, here, strict=False):
+        if list(old) != list(new):
+            return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
+    return f"{len(saved)} parameters were saved, {len(here)} are attached"
+
+
+def check_same_tensors(saved: list[Any], here: list[Any]) -> None:
+    """Raise if a saved history does not fit."""
+    shapes = [[{k: [t.shape for t in v] for k, v in s.items()} for s in x] for x in (saved, here)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "The saved history has another form than this method's (elementwise, or another number "
+            "of filters)."
+        )

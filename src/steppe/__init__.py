@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from steppe import testing as testing
     from steppe.analysis import theory as theory
     from steppe.ascents import Ascent, MomentumAscent
-    from steppe.attaching import attach
+    from steppe.attaching import attach, perturbed
     from steppe.batchnorm import recompute_norm_stats
     from steppe.distributed import process_group
     from steppe.methods import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
     from steppe.perturber import Perturber, Probe
-    from steppe.perturbing import perturbed
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
 __version__ = "0.2.0"
@@ -77,7 +76,6 @@ _MODULES = (
     "methods",
     "perturbations",
     "perturber",
-    "perturbing",
     "schedules",
 )
 """Where the names of `__all__` are defined."""

@@ -216,17 +216,17 @@ class Training:
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
-        marks = self.weights.marks()
-        if self._passed and self._marks is not None and marks != self._marks:
-            self._unaccounted += 1
-            if self._unaccounted > 1:
-                raise RuntimeError(
-                    "The weights were updated twice without a step of the attached "
-                    f"{type(self.optimizer).__name__}, so every pass would draw the same noise. "
-                    "Attach the optimizer whose step() updates the weights, and update them by "
-                    "optimizer.step() alone."
-                )
-        self._marks = marks
+        if not self._passed or self._marks is None:
+            return
+        before, self._marks = self._marks, self.weights.marks()
+        self._unaccounted += self._marks != before
+        if self._unaccounted > 1:
+            raise RuntimeError(
+                "The weights were updated twice without a step of the attached "
+                f"{type(self.optimizer).__name__}, so every pass would draw the same noise. "
+                "Attach the optimizer whose step() updates the weights, and update them by "
+                "optimizer.step() alone."
+            )
 
     def forget_marks(self) -> None:
         """Somebody writes the weights who may (`load_state_dict`, the optimizer)."""

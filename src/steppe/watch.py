@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,12 @@ ALREADY = (
 )
 
 
+Marks = tuple[tuple[int, ...], tuple[int, ...]]
+"""Versions and places of all parameters."""
+
+_version = attrgetter("_version")
+
+
 class Watch:
     """Compares versions and places of parameters, between a move and the way back."""
 
@@ -27,13 +34,13 @@ class Watch:
         plain = all(type(p.param) is nn.Parameter for p in params)
         self._stored = stored(params) if plain else None
         self._moved: Sequence[Perturbed] = ()
-        self._marks: tuple[tuple[int, int], ...] = ()
+        self._marks: Marks = ((), ())
         self._norms: Tensor | None = None
         self._close_looks = 0 if any(p.device.type == "meta" for p in params) else CLOSE_LOOKS
 
-    def marks(self) -> tuple[tuple[int, int], ...]:
+    def marks(self) -> Marks:
         tensors = stored(self._params) if self._stored is None else self._stored
-        return tuple([(t._version, t.data_ptr()) for t in tensors])
+        return tuple(map(_version, tensors)), tuple(map(Tensor.data_ptr, tensors))
 
     def begin(self, moved: Sequence[Perturbed]) -> None:
         self._moved, self._marks = moved, self.marks()
@@ -46,11 +53,12 @@ class Watch:
 
     def end(self) -> list[str]:
         """The names of the moved parameters that were written since `begin`."""
-        moved, marks, norms = self._moved, self._marks, self._norms
+        moved, norms, written, marks = self._moved, self._norms, [], self.marks()
         if not moved:
             return []
-        pairs = zip(self._params, marks, self.marks(), strict=True)
-        written = [p.name for p, then, now in pairs if then != now and p in moved]
+        if marks != self._marks:
+            rows = zip(self._params, *self._marks, *marks, strict=True)
+            written = [p.name for p, *then, v, at in rows if then != [v, at] and p in moved]
         if not written and norms is not None:
             now = self._norms_now()
             same = ((norms == now) | (norms.isnan() & now.isnan())).tolist()

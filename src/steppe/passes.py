@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -38,13 +39,13 @@ class Run:
         planned = training.method.passes[index]
         self.index, self.weight = index, planned.weight
         self.perturbed = planned.perturbation is not None
-        self._training, self._factor, self._by_hooks = training, factor, by_hooks
+        self._training, self._factor = training, factor
+        self._by_hooks, self._weighs_loss = by_hooks, weighs_loss
         self._scouts = training.method.scouts(index)
-        self._weighs_loss = weighs_loss
         self._share = factor if weighs_loss and factor and not self._scouts else 1.0
         self._running: Running | None = None
         self._aside: dict[Tensor, Tensor] = {}
-        self._quiet = ExitStack()
+        self._quiet: AbstractContextManager[Any] | None = None
 
     def __repr__(self) -> str:
         kind = "perturbed" if self.perturbed else "clean"
@@ -66,7 +67,8 @@ class Run:
             if not self._weighs_loss:
                 training.leaves.meet_optimizers()
             self._aside = training.leaves.set_aside()
-            self._quiet.enter_context(training.ranks.scouting())
+            self._quiet = training.ranks.scouting()
+            self._quiet.__enter__()
         try:
             self._running = training.begin(
                 self.index, factor, share=self._share, held=self, apart=apart
@@ -85,11 +87,10 @@ class Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
-        running, leaves = self._running, training.leaves
-        by_leaves = self._scouts or (running is not None and running.factor != 1)
-        if by_leaves and training.number < EARLY:
+        leaves, running = training.leaves, self._running or Running(self.index)
+        if training.number < EARLY and (self._scouts or running.factor != 1):
             leaves.meet_graph(loss)
-            if running is None or not running.apart:
+            if not running.apart:
                 leaves.watch_all()
             if self._scouts:
                 self._aside |= leaves.set_aside()
@@ -97,12 +98,11 @@ class Run:
         loss = loss if self._share == 1 else loss * self._share
         loss = loss if training.scaler is None else training.scaler.scale(loss)
         # those from before are added by one operation for all, where autograd would add one by one
-        apart = running is not None and running.apart
-        ours = leaves.have_gradients and (apart or self._ours())
+        ours = leaves.have_gradients and (running.apart or self._ours())
         before = leaves.set_aside() if ours else {}
         try:
             loss.backward()
-            training.step.keep_own()
+            training.step.keep_own(running)
         finally:
             if before:
                 leaves.give_back(before)
@@ -137,10 +137,10 @@ class Run:
 
     def _give_back(self) -> None:
         """Give back the gradients that were there before a pass that shows the next one its way."""
-        self._quiet.close()
-        if self._scouts:
+        if self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
             self._training.leaves.give_back(self._aside, self._factor)
-            self._aside = {}
+            self._aside, self._quiet = {}, None
 
 
 def put_back(run: object) -> str:
@@ -249,37 +249,34 @@ def _arguments(batch: Any) -> Sequence[Any]:
 # ---------------------------------------------------------------------- what a loss function gave
 
 
-class Answers:
-    """What `loss_of` returned in each pass: the loss, alone or first in a tuple or as "loss" in a
-    mapping, and things beside it that the caller wants back."""
+class Answer(NamedTuple):
+    """What `loss_of` returned in a pass, the factor of that pass, and whether it ran at the true weights."""
 
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-        self._clean: list[Any] = []
-        self._others: list[Any] = []
+    value: Any
+    factor: float
+    clean: bool
 
-    @staticmethod
-    def loss(answer: Any) -> Any:
-        if isinstance(answer, Mapping):
-            return answer.get("loss")
-        return answer[0] if isinstance(answer, list | tuple) and answer else answer
+    @property
+    def loss(self) -> Any:
+        """The loss: all there is, or first in a tuple, or "loss" in a mapping."""
+        if isinstance(self.value, Mapping):
+            return self.value.get("loss")
+        first = isinstance(self.value, list | tuple) and self.value
+        return self.value[0] if first else self.value
 
-    def add(self, answer: Any, factor: float, *, clean: bool) -> None:
-        part = self.loss(answer).detach() * factor
-        self._total = part if self._total is None else self._total + part
-        (self._clean if clean else self._others).append(answer)
 
-    def result(self) -> Any:
-        """The loss that the method minimises, and what stood beside it, without graphs: from the
-        true weights where a pass runs at them, as lists where the batch was sliced."""
-        kept = self._clean or self._others
-        first = kept[0]
-        if isinstance(first, Tensor):
-            return self._total
-        if isinstance(first, Mapping):
-            beside = {k: _together([a[k] for a in kept]) for k in first if k != "loss"}
-            return {"loss": self._total, **beside}
-        return (self._total, *(_together(parts) for parts in list(zip(*kept, strict=True))[1:]))
+def joined(answers: Sequence[Answer]) -> Any:
+    """The loss that the method minimises, and what stood beside it, without graphs: from the true
+    weights where a pass runs at them, as lists where the batch was sliced."""
+    parts = [a.loss.detach() if a.factor == 1 else a.loss.detach() * a.factor for a in answers]
+    total = reduce(torch.add, parts)
+    kept = [a.value for a in answers if a.clean] or [a.value for a in answers]
+    if isinstance(kept[0], Tensor):
+        return total
+    if isinstance(kept[0], Mapping):
+        beside = {k: _together([a[k] for a in kept]) for k in kept[0] if k != "loss"}
+        return {"loss": total, **beside}
+    return (total, *(_together(parts) for parts in list(zip(*kept, strict=True))[1:]))
 
 
 def _together(parts: Sequence[Any]) -> Any:

@@ -42,16 +42,16 @@ class Running:
     held: object = None
     """What the user holds open (`with run:`); None where the model's forward began the pass."""
     apart: bool = False
-    """Whether all gradients are its own when its backward ends, so that none is looked at before."""
+    """Whether all gradients are its own when backward ends, so that none is looked at before."""
     statistics: FrozenStatistics | FollowingStatistics | None = None
     in_backward: bool = False
     end_is_queued: bool = False
     reached: bool = False
     """Whether a gradient arrived at any leaf."""
     learns: bool = False
-    """Whether something is learnt from its own gradients."""
     own: dict[int, Tensor | None] = field(default_factory=dict)
-    """These by the number of the parameter; None: what is in `.grad`, where there was nothing before."""
+    """Its own gradients, where something is learnt from them, by the number of the parameter; None:
+    what is in `.grad`, where there was nothing before."""
     pull: Tensor | None = None
     """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
 
@@ -61,8 +61,6 @@ class Step:
 
     def __init__(self, training: Training) -> None:
         self._training, number = training, training.number
-        self.done: list[int] = []
-        """The passes that have run."""
         self.running: Running | None = None
         self.by_hooks = True
         """Whether the passes run over micro-batches of an unchanged loop; explicit ones otherwise."""
@@ -70,9 +68,7 @@ class Step:
         """The gradient of the pass before, for a pass that needs it."""
         self.loss_unscaled = False
         """Whether a loss was differentiated here without a scaler."""
-        self.settled = False
-        self.idle = False
-        """Whether the optimizer steps without training anything."""
+        self.settled = self.idle = False  # idle: the optimizer steps without training anything
         self.resting = training.rests and number % REST == 0
         """Whether it runs at the true weights, for BatchNorm's statistics."""
         measured = number <= OPENING or number % PERIOD == 1
@@ -87,7 +83,8 @@ class Step:
         self._forget()
 
     def _forget(self) -> None:
-        self.done.clear()
+        self.done: list[int] = []
+        """The passes that have run."""
         self.notes: dict[Perturbation, Gradients] = {}
         self.slopes: dict[Perturbation, list[Tensor]] = {}
         """<eps, g> of the passes, or of all so far in one where their gradients add up."""
@@ -137,26 +134,25 @@ class Step:
 
     def close(self, running: Running) -> None:
         """The backward of a pass came to an end, with its eps still in the weights: it counts."""
-        # a backward that reached no parameter (for an adversarial input, say) is not a pass
-        if running.reached or not self._training.several:
-            if self.metered:
-                self._meter(running)
-            if self._training.several and running.own:
+        several = self._training.several
+        if several and not running.reached:
+            return  # a backward that reached no parameter (for an adversarial input) is not a pass
+        if self.metered:
+            self._meter(running)
+        self.done.append(running.index)
+        if several:
+            if running.own:
                 self._note(running)
-            self.done.append(running.index)
             self._seen = self._marks()
 
-    def keep_own(self) -> None:
+    def keep_own(self, running: Running) -> None:
         """Keep the pass's own gradients where `.grad` is about to become a sum with those before."""
-        running, params = self.running, self._training.weights.params
-        if running is None:
-            return
         if running.apart:
             running.reached = self._training.leaves.have_gradients
-            running.own = dict.fromkeys(range(len(params))) if running.learns else {}
+            numbers = range(len(self._training.weights.params)) if running.learns else ()
+            running.own = dict.fromkeys(numbers)
         if running.own:
-            own = zip(range(len(params)), self._own(running), strict=True)
-            running.own = {number: grad for number, grad in own if grad is not None}
+            running.own = {n: g for n, g in enumerate(self._own(running)) if g is not None}
 
     def _own(self, running: Running) -> list[Tensor | None]:
         """The pass's own gradient of each perturbed parameter."""
@@ -180,12 +176,12 @@ class Step:
             slope = weights.dot_eps([own[p] for p in weights.moved])
             slope = slope if frozen is None else slope + frozen
             self.slopes.setdefault(noise, []).append(slope / running.share)
-        else:  # what has accumulated so far, all of it at this eps
-            slope = weights.dot_eps([p.param.grad for p in weights.moved])
-            if frozen is not None:
-                self._frozen_slope = self._frozen_slope + frozen
-                slope = slope + self._frozen_slope
-            self.slopes[noise] = [slope]
+            return
+        slope = weights.dot_eps([p.param.grad for p in weights.moved])  # all so far, at this eps
+        if frozen is not None:
+            self._frozen_slope = self._frozen_slope + frozen
+            slope = slope + self._frozen_slope
+        self.slopes[noise] = [slope]
 
     @torch.no_grad()
     def _note(self, running: Running) -> None:
@@ -203,8 +199,6 @@ class Step:
     # ------------------------------------------------------------------ between passes
 
     def _marks(self) -> list[tuple[int, int]]:
-        if not self._training.several:
-            return []
         return [(id(g), g._version) for g in self._training.leaves.gradients]
 
     def abandoned(self) -> bool:
@@ -215,9 +209,9 @@ class Step:
         """
         if not self.done or not self._training.several:
             return False
-        grads = self._training.leaves.gradients
-        untouched = self._marks() == self._seen
-        return not grads or (not untouched and not any(bool(g.any()) for g in grads))
+        if (marks := self._marks()) == self._seen and marks:
+            return False
+        return not any(bool(g.any()) for g in self._training.leaves.gradients)
 
     # ------------------------------------------------------------------ before the update
 
@@ -231,7 +225,7 @@ class Step:
                     "one: the attached model was not called in training mode with gradients. Is it "
                     "in eval mode? Is an inner module called instead of the one that was attached?"
                 )
-            if training.several:
+            if training.several and training.ranks.index is None:
                 self._even_out()
             self._learn()
             training.divisor = self.divisor
@@ -241,7 +235,7 @@ class Step:
         """See to it that every pass ran equally often; weigh what ran to one otherwise."""
         training = self._training
         passes, ran = training.method.passes, Counter(self.done)
-        if training.ranks.index is not None or len({ran[i] for i in range(len(passes))}) == 1:
+        if len({ran[i] for i in range(len(passes))}) == 1:
             return
         found = (
             f"{training.method.name}() runs {len(passes)} passes over consecutive micro-batches of "
@@ -277,9 +271,8 @@ class Step:
         training = self._training
         if training.microbatch_loss == "sum":
             return 1.0
-        if self.by_hooks or training.ranks.index is not None:
-            return float(len(self.done))
-        return len(self.done) / len(training.method.passes)
+        one_each = self.by_hooks or training.ranks.index is not None
+        return len(self.done) / (1 if one_each else len(training.method.passes))
 
     # ------------------------------------------------------------------ what is learnt
 
@@ -341,19 +334,17 @@ class Step:
         for (noise, state), slope in zip(training.states.items(), found, strict=True):
             if (steering := noise.steering) is not None:
                 (memory,) = state["steering"]
-                elapsed = 1 if number <= OPENING else PERIOD
-                steering.update(memory, slope, pull, number, elapsed)
+                steering.update(memory, slope, pull, number, 1 if number <= OPENING else PERIOD)
                 if number > 100 and number % 100 == 1 and not memory.is_meta:
                     training.halvings = steering.warn(memory, number, training.halvings)
 
     def _slope_factor(self, noise: Perturbation) -> float:
         """What the measured slopes are multiplied by to be those of the loss itself."""
-        training = self._training
         if self.meters_passes:
             return self.divisor
+        training, ranks = self._training, self._training.ranks
         factor = 1.0 if training.microbatch_loss == "mean" else 1 / len(self.done)
         if training.weights.shards.several:  # the mean over replicas, each with a noise of its own
             weight = sum(p.weight for p in training.method.passes if p.perturbation == noise)
-            own = training.ranks.columns if training.ranks.noise == "rank" else 1
-            factor *= own / weight if weight else 0.0
+            factor *= (ranks.columns if ranks.noise == "rank" else 1) / weight if weight else 0.0
         return factor

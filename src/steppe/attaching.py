@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
+from steppe.distributed import AscentOf, Asked, Noise, PassesOver, find_ranks
 from steppe.frozen import FrozenLinear, find_frozen
 from steppe.hooks import Hooks, attached
 from steppe.methods import Method
@@ -106,7 +106,7 @@ def attach(
     choice = choose(model, optimizer, method, exclude, include_frozen)
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
-    ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
+    ranks = find_ranks(model, method, Asked(passes_over, noise, ascent))
     weights = Weights(choice.perturbed, optimizer, Shards(model), choice.frozen)
     training = Training(
         model,

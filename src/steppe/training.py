@@ -49,27 +49,23 @@ class Loop:
     whose passes the hooks run (Lightning's is)."""
 
 
+@dataclass(eq=False, repr=False)
 class Training:
     """One method on one model: at most one pass under way at a time."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        optimizer: torch.optim.Optimizer,
-        weights: Weights,
-        ranks: Ranks,
-        *,
-        seed: int,
-        microbatch_loss: MicrobatchLoss,
-        on_incomplete: OnIncomplete,
-        scaler: torch.amp.GradScaler | None,
-        loop: Loop,
-    ) -> None:
-        self.model, self.method, self.optimizer = model, method, optimizer
-        self.weights, self.ranks, self.loop, self.scaler = weights, ranks, loop, scaler
-        self.microbatch_loss, self.on_incomplete = microbatch_loss, on_incomplete
-        self.seed = seed
+    model: nn.Module
+    method: Method
+    optimizer: torch.optim.Optimizer
+    weights: Weights
+    ranks: Ranks
+    seed: int
+    microbatch_loss: MicrobatchLoss
+    on_incomplete: OnIncomplete
+    scaler: torch.amp.GradScaler | None
+    loop: Loop
+
+    def __post_init__(self) -> None:
+        model, method, weights = self.model, self.method, self.weights
         self.number = 0
         """Optimizer steps taken since training began."""
         self.incomplete = 0
@@ -89,7 +85,7 @@ class Training:
             if noise.steering is not None:
                 state["steering"] = [noise.steering.init(weights.sizes)]
         self.halvings = 0
-        self.statistics = SharedStatistics(model, method, ranks)
+        self.statistics = SharedStatistics(model, method, self.ranks)
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
         self.stepping = 0

@@ -47,7 +47,7 @@ def test_std_of_each_filter_is_the_formula(kind):
     perturber = steppe.attach(net, optimizer, method)
     engine = perturber._training
     if kind == "adaptive":
-        (state,) = engine.history.states.values()
+        (state,) = engine.states.values()
         state["history"][0].copy_(torch.linspace(0, 5, engine.weights.filters))
     before = weights_of(net)
     draws = 40

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from steppe import lab as lab
     from steppe import report as report
     from steppe import testing as testing
-    from steppe import theory as theory
+    from steppe.analysis import theory as theory
     from steppe.ascents import Ascent, MomentumAscent
-    from steppe.attaching import attach
+    from steppe.attaching import attach, perturbed
     from steppe.batchnorm import recompute_norm_stats
     from steppe.distributed import process_group
     from steppe.methods import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
     from steppe.perturber import Perturber, Probe
-    from steppe.perturbing import perturbed
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
 __version__ = "0.2.0"
@@ -77,19 +76,20 @@ _MODULES = (
     "methods",
     "perturbations",
     "perturber",
-    "perturbing",
     "schedules",
 )
 """Where the names of `__all__` are defined."""
 
-_PACKAGES = ("analysis", "integrations", "lab", "report", "testing", "theory")
+_PACKAGES = {
+    name: f"steppe.{name}" for name in ("analysis", "integrations", "lab", "report", "testing")
+} | {"theory": "steppe.analysis.theory"}
 """What an attribute imports: `steppe.analysis` needs no `import steppe.analysis`."""
 
 
 def __getattr__(name: str) -> Any:
     """Public names and packages, imported when first used: `steppe --help` needs no torch."""
     if name in _PACKAGES:
-        return importlib.import_module(f"steppe.{name}")
+        return importlib.import_module(_PACKAGES[name])
     if name in __all__:
         for module in _MODULES:
             found = vars(importlib.import_module(f"steppe.{module}"))

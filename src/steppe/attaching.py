@@ -1,11 +1,12 @@
-"""`attach`: look at everything the user gave, refuse what cannot work, then start."""
+"""`attach` and `perturbed`: look at everything the user gave, refuse what cannot work, then start."""
 
 from __future__ import annotations
 
+import math
 import numbers
-import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
-from steppe.frozen import FrozenLinear, LowRank, find_frozen
+from steppe.distributed import AscentOf, Asked, Noise, PassesOver, find_ranks
+from steppe.frozen import FrozenLinear, find_frozen
 from steppe.hooks import Hooks, attached
-from steppe.layout import is_sharded
 from steppe.methods import Method
+from steppe.noise import Draw
 from steppe.perturber import Perturber
-from steppe.shards import Shards
+from steppe.shards import Shards, sharding
 from steppe.training import Loop, MicrobatchLoss, OnIncomplete, Training
 from steppe.weights import Weights
 
@@ -82,7 +83,16 @@ def attach(
     """
     optimizer, scaler = unwrap(optimizer, scaler)
     _check_kinds(model, optimizer, method, seed, scaler)
-    _check_options(microbatch_loss, on_incomplete, passes_over, noise, ascent)
+    for name, value, known in (
+        ("microbatch_loss", microbatch_loss, get_args(MicrobatchLoss)),
+        ("on_incomplete", on_incomplete, get_args(OnIncomplete)),
+        ("passes_over", passes_over, (*get_args(PassesOver), None)),
+        ("noise", noise, (*get_args(Noise), None)),
+        ("ascent", ascent, (*get_args(AscentOf), None)),
+    ):
+        if value not in known:
+            choices = ", ".join(repr(k) for k in known if k is not None)
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
     if any(attached(model)):
         raise RuntimeError(
             "This model (or a part of it) is attached already. Call detach() on its perturber first."
@@ -92,11 +102,10 @@ def attach(
             f"A schedule of {method.name}() does not know how long training is. Give it the number "
             "of optimizer steps: cosine_increase(0, 0.01, steps=epochs * len(loader))."
         )
-    choice = choose(model, optimizer, exclude, include_frozen, merged=method.merged)
-    _check_frozen(model, method, choice)
+    choice = choose(model, optimizer, method, exclude, include_frozen)
     if method.perturbs and not choice.perturbed:
         raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
-    ranks = find_ranks(model, method, passes_over=passes_over, noise=noise, ascent=ascent)
+    ranks = find_ranks(model, method, Asked(passes_over, noise, ascent))
     weights = Weights(choice.perturbed, optimizer, Shards(model), choice.frozen)
     training = Training(
         model,
@@ -112,6 +121,66 @@ def attach(
     )
     ranks.narrow_sync_batchnorm(model)
     return Perturber(training, Hooks(training), choice.skipped)
+
+
+@contextmanager
+def perturbed(
+    model: nn.Module, *, seed: int, ratio: float, exclude: Sequence[str] = ()
+) -> Iterator[None]:
+    """The model's weights plus Gaussian noise inside the block, the true weights after it.
+
+    For weight-noise evaluation, evolution strategies and parameter-noise exploration. Each filter is
+    displaced by about `ratio` times its norm, `std_j = ratio ‖w_j‖ / sqrt(d_j)`, as `rwp(ratio=…)`
+    does; a negative `ratio` gives the same noise with the opposite sign, for antithetic pairs.
+
+    - The noise is a function of `seed` and of the parameters' shapes and memory format, independent for
+      each tensor, and the same on every rank and for any sharding. The global generator is not used.
+    - Every floating-point parameter is perturbed, also a frozen one; `exclude` takes names to leave
+      out, for example `("*.bias", "*norm*")`.
+    - Every exit restores the weights bit-exactly, exceptions and Ctrl-C included. Nothing else is
+      restored: call `model.eval()` first, or BatchNorm's statistics learn from perturbed forwards.
+    - While weights are perturbed, by this or by a perturber, a second perturbation of them is refused.
+      Under FSDP2 all ranks enter the block together.
+
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> losses = []
+        >>> for seed in range(3):
+        ...     with perturbed(model, seed=seed, ratio=0.1):
+        ...         losses.append(model(torch.ones(1, 2)).item())
+        >>> len(set(losses)), model.weight.tolist()
+        (3, [[3.0, 4.0]])
+    """
+    _check_model_and_seed(model, seed)
+    if not (isinstance(ratio, int | float) and math.isfinite(ratio)):
+        raise ValueError(f"ratio must be a finite number, got {ratio!r}.")
+    for module in sharding(model):  # gathered tensors may be in the parameters' place
+        module.reshard()
+    names = parameter_names(model)
+    patterns = _checked(exclude, names)
+    chosen = [
+        (known[0], param)
+        for param, known in names.items()
+        if param.is_floating_point() and not _excluded(known, patterns)
+    ]
+    if not chosen:
+        raise ValueError("Nothing is left to perturb: the model has no floating-point parameter.")
+    weights = Weights(chosen, None, Shards(model))
+    draw = Draw(int(seed), 0, sign=math.copysign(1.0, ratio))
+    try:
+        if ratio != 0:
+            weights.save()
+            weights.add_noise(draw, abs(ratio) * weights.norms_per_entry())
+            weights.watch()
+            torch.clear_autocast_cache()
+        yield
+    except BaseException:
+        weights.restore(quiet=True)
+        raise
+    finally:
+        torch.clear_autocast_cache()
+        weights.free()
 
 
 def unwrap(
@@ -150,15 +219,12 @@ class Choice:
 def choose(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    exclude: Iterable[str] = (),
-    include_frozen: Iterable[str] = (),
-    *,
-    merged: bool = False,
+    method: Method,
+    exclude: Iterable[str],
+    include_frozen: Iterable[str],
 ) -> Choice:
     """Sort the parameters of model and optimizer, or say what does not fit."""
     names = parameter_names(model)
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    included = [include_frozen] if isinstance(include_frozen, str) else list(include_frozen)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     strangers = [p for p in groups if p not in names]
     if groups and len(strangers) == len(groups):
@@ -167,13 +233,10 @@ def choose(
             f"The optimizer's {len(strangers)} parameters (shapes {shapes}) are not the model's. "
             "Attach the model whose parameters the optimizer was made from."
         )
-    warn_unmatched(patterns, names)
-    frozen = find_frozen(
-        model,
-        {p: k for p, k in names.items() if not _excluded(k, patterns)},
-        ["*base_layer.weight"] if merged and not included else included,
-        lora_layers(model, merged),
-    )
+    patterns = _checked(exclude, names)
+    included = [include_frozen] if isinstance(include_frozen, str) else list(include_frozen)
+    candidates = {p: k for p, k in names.items() if not _excluded(k, patterns)}
+    frozen = find_frozen(model, method, candidates, included)
     renormed = _renormed(model)
     perturbed, skipped = [], {}
     for param, known in names.items():
@@ -181,7 +244,7 @@ def choose(
         reason = _reason_to_skip(param, known, group, patterns)
         if reason is None and param in renormed:
             reason = "rows are written in its forward (max_norm)"
-        if merged and reason is None and param not in frozen:
+        if method.merged and reason is None and param not in frozen:
             reason = "trained; only merged weights are perturbed"
         if param in frozen or (reason is None and group is not None):
             perturbed.append((known[0], param))
@@ -199,45 +262,13 @@ def _excluded(names: Iterable[str], patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns if any(fnmatchcase(name, p) for name in names)), None)
 
 
-def lora_layers(model: nn.Module, merged: bool) -> Mapping[nn.Module, LowRank]:
-    """What PEFT adds to the layers of a model, if it is PEFT's."""
-    if "peft" in sys.modules:
-        from steppe.integrations.peft import low_rank_parts
-
-        return low_rank_parts(model, strict=merged)
-    if merged:
-        raise ValueError(
-            "flat_lora() perturbs the LoRA layers of a PEFT model, and this is none. Make it one with "
-            "peft.get_peft_model(model, LoraConfig(...)); frozen linear layers of other models take "
-            "steppe.rwp() with attach(..., include_frozen=(...))."
-        )
-    return {}
-
-
-def _check_frozen(model: nn.Module, method: Method, choice: Choice) -> None:
-    """Refuse what would need a gradient of frozen weights, or shards of them."""
-    if choice.frozen and any(is_sharded(p) for p in model.parameters()):
-        raise ValueError(
-            "Noise on frozen layers is not supported in a model under fully_shard(). Use "
-            "DistributedDataParallel."
-        )
-    for noise in (p.perturbation for p in method.passes if choice.frozen):
-        if noise is not None and (noise.needs_gradient or noise.learns_from != "nothing"):
-            raise ValueError(
-                f"{method.name}() learns from the gradients of what it perturbs, and frozen weights have "
-                "none. Use rwp, m_rwp, lpf_sgd or antithetic_rwp, or flat_lora for a PEFT model."
-            )
-
-
-def warn_unmatched(patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> None:
+def _checked(exclude: Iterable[str], names: Mapping[nn.Parameter, list[str]]) -> list[str]:
+    """The patterns to leave out, with a warning where one matches nothing."""
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
             warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=4)
-
-
-def check_seed(seed: object) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed must be an int, got {seed!r}.")
+    return patterns
 
 
 def _renormed(model: nn.Module) -> set[Tensor]:
@@ -286,11 +317,17 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
+def _check_model_and_seed(model: object, seed: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an int, got {seed!r}.")
+
+
 def _check_kinds(
     model: object, optimizer: object, method: object, seed: object, scaler: object
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    _check_model_and_seed(model, seed)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
@@ -306,25 +343,5 @@ def _check_kinds(
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
-    check_seed(seed)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
-
-
-def _check_options(
-    microbatch_loss: object,
-    on_incomplete: object,
-    passes_over: object,
-    noise: object,
-    ascent: object,
-) -> None:
-    for name, value, known in (
-        ("microbatch_loss", microbatch_loss, get_args(MicrobatchLoss)),
-        ("on_incomplete", on_incomplete, get_args(OnIncomplete)),
-        ("passes_over", passes_over, (*get_args(PassesOver), None)),
-        ("noise", noise, (*get_args(Noise), None)),
-        ("ascent", ascent, (*get_args(AscentOf), None)),
-    ):
-        if value not in known:
-            choices = ", ".join(repr(k) for k in known if k is not None)
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")

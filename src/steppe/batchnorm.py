@@ -11,6 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
+from steppe.distributed import Ranks
+from steppe.methods import Method
+
 
 class FrozenStatistics:
     """Keeps running statistics as they are while a pass normalises with its batch's own.
@@ -50,6 +53,34 @@ class FollowingStatistics:
         for module, momentum in self._momenta:
             module.momentum = momentum
         self._momenta = []
+
+
+class SharedStatistics:
+    """BatchNorm's buffers of the clean ranks, on their way to the perturbed ones."""
+
+    def __init__(self, model: nn.Module, method: Method, ranks: Ranks) -> None:
+        self.buffers: list[Tensor] = []
+        self._clean_ranks = 0
+        if ranks.index is None or not method.has_clean_pass:
+            return
+        self.buffers = [b for m in tracked_norms(model) for b in m.buffers(recurse=False)]
+        self._mine = method.passes[ranks.index].perturbation is None
+        self._clean_ranks = ranks.columns * sum(p.perturbation is None for p in method.passes)
+
+    def pack(self, like: Tensor) -> Tensor:
+        if not self.buffers:
+            return like.new_zeros(0)
+        flat = torch.cat([b.detach().flatten().to(like) for b in self.buffers])
+        return flat / self._clean_ranks if self._mine else torch.zeros_like(flat)
+
+    def unpack(self, message: Tensor) -> None:
+        """Perturbed ranks take the mean of the clean ones; those keep their own."""
+        if not self.buffers or self._mine:
+            return
+        parts = message.split([b.numel() for b in self.buffers])
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            value = part.view(buffer.shape)
+            buffer.copy_(value if buffer.is_floating_point() else value.round())
 
 
 def tracked_norms(model: nn.Module) -> list[_NormBase]:

@@ -15,13 +15,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe.layout import is_sharded
@@ -153,6 +152,14 @@ class Ranks:
             dist.all_reduce(message, group=group)
         return [p.view(v.shape) for p, v in zip(message.split(sizes), vectors, strict=True)]
 
+    def mean(self, sums: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Sums divided by how many were added, those of all ranks."""
+        if not self.groups:
+            return [s / n if n else s for s, n in zip(sums, counts, strict=True)]
+        both = torch.stack([*sums, *(sums[0].new_tensor(float(n)) for n in counts)])
+        totals, numbers = self.sum(both)[0].chunk(2)
+        return list((totals / numbers).unbind())
+
     def narrow_sync_batchnorm(self, model: nn.Module) -> None:
         """Let SyncBatchNorm share statistics among the ranks of one pass only."""
         layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
@@ -173,17 +180,18 @@ class Ranks:
         self.ddp, self.groups = None, ()
 
 
-def find_ranks(
-    model: nn.Module,
-    method: Method,
-    *,
-    passes_over: PassesOver | None = None,
-    noise: Noise | None = None,
-    ascent: AscentOf | None = None,
-) -> Ranks:
+class Asked(NamedTuple):
+    """What the user asked for; None: whatever is usual."""
+
+    passes_over: PassesOver | None = None
+    noise: Noise | None = None
+    ascent: AscentOf | None = None
+
+
+def find_ranks(model: nn.Module, method: Method, asked: Asked) -> Ranks:
     """Look at how the model is wrapped, and place the passes accordingly or say why not."""
     if not (dist.is_available() and dist.is_initialized()):
-        if passes_over == "ranks":
+        if asked.passes_over == "ranks":
             raise RuntimeError(
                 'passes_over="ranks" needs a process group: start with torchrun, call '
                 "torch.distributed.init_process_group() and wrap the model in DDP."
@@ -191,16 +199,12 @@ def find_ranks(
         return Ranks()
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if sharded:
-        return _over_mesh(sharded[0], method, passes_over, noise, ascent)
+        return _over_mesh(sharded[0], method, asked)
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
-    if ddp is None:
-        return _unwrapped(passes_over)
-    return _over_ddp(ddp, method, passes_over, noise, ascent)
-
-
-def _unwrapped(passes_over: PassesOver | None) -> Ranks:
+    if ddp is not None:
+        return _over_ddp(ddp, method, asked)
     world = dist.get_world_size()
-    if world > 1 or passes_over == "ranks":
+    if world > 1 or asked.passes_over == "ranks":
         raise RuntimeError(
             f"There are {world} ranks, but the model is not wrapped, so nothing averages its "
             "gradients. Wrap it first: attach(DistributedDataParallel(model), ...), or "
@@ -209,34 +213,23 @@ def _unwrapped(passes_over: PassesOver | None) -> Ranks:
     return Ranks()
 
 
-def _over_ddp(
-    ddp: DistributedDataParallel,
-    method: Method,
-    passes_over: PassesOver | None,
-    noise: Noise | None,
-    ascent: AscentOf | None,
-) -> Ranks:
+def _over_ddp(ddp: DistributedDataParallel, method: Method, asked: Asked) -> Ranks:
     group = ddp.process_group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if method.in_sequence and ascent != "global" and ddp.static_graph:
+    if method.in_sequence and asked.ascent != "global" and ddp.static_graph:
         raise RuntimeError(
             f"{method.name}() climbs on each rank without communication (no_sync), which DDP's "
             'static_graph does not allow on its first step. Use attach(..., ascent="global").'
         )
-    passes = _passes_over_ranks(method, size, passes_over)
-    return Ranks((group,), rank, size, passes, noise or "rank", ddp, ascent or "rank")
+    passes = _passes_over_ranks(method, size, asked.passes_over)
+    noise, ascent = asked.noise or "rank", asked.ascent or "rank"
+    return Ranks((group,), rank, size, passes, noise, ddp, ascent)
 
 
-def _over_mesh(
-    param: Any,
-    method: Method,
-    passes_over: PassesOver | None,
-    noise: Noise | None,
-    ascent: AscentOf | None,
-) -> Ranks:
+def _over_mesh(param: Any, method: Method, asked: Asked) -> Ranks:
     mesh, placements = param.device_mesh, param.placements
     groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    if ascent == "rank" and method.in_sequence:
+    if asked.ascent == "rank" and method.in_sequence:
         raise ValueError('Sharded parameters have one gradient for all ranks: use ascent="global".')
     replicated = [dim for dim, placement in enumerate(placements) if not placement.is_shard()]
     several = len(method.passes) > 1 and not method.in_sequence
@@ -247,20 +240,20 @@ def _over_mesh(
                 "mesh has only one. Shard over a 2-D mesh, init_device_mesh(device, (2, shards), "
                 'mesh_dim_names=("replicate", "shard")), or use a method of one pass (arwp, rwp).'
             )
-        if noise == "rank":
+        if asked.noise == "rank":
             raise ValueError(
                 'noise="rank" would give the shards of one model different noise. Leave it out, or '
                 "use a 2-D mesh, whose replicas draw their own."
             )
         return Ranks(groups, noise="shared", ascent="global")
     size, rank = mesh.size(replicated[0]), mesh.get_local_rank(replicated[0])
-    if several and passes_over == "microbatches":
+    if several and asked.passes_over == "microbatches":
         raise RuntimeError(
             f'{method.name}() on a mesh runs its passes on different replicas; passes_over="microbatches" '
             "is not supported there."
         )
-    passes = _passes_over_ranks(method, size, passes_over)
-    return Ranks(groups, rank, size, passes, noise or "rank", ascent="global")
+    passes = _passes_over_ranks(method, size, asked.passes_over)
+    return Ranks(groups, rank, size, passes, asked.noise or "rank", ascent="global")
 
 
 def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None) -> int:
@@ -291,32 +284,3 @@ def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None
             f'into; {works}, … ranks work. Or choose passes_over="microbatches".'
         )
     return count
-
-
-class Statistics:
-    """BatchNorm's buffers of the clean ranks, on their way to the perturbed ones."""
-
-    def __init__(self, model: nn.Module, method: Method, ranks: Ranks) -> None:
-        self.buffers: list[Tensor] = []
-        self._clean_ranks = 0
-        if ranks.index is None or not method.has_clean_pass:
-            return
-        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        self.buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
-        self._mine = method.passes[ranks.index].perturbation is None
-        self._clean_ranks = ranks.columns * sum(p.perturbation is None for p in method.passes)
-
-    def pack(self, like: Tensor) -> Tensor:
-        if not self.buffers:
-            return like.new_zeros(0)
-        flat = torch.cat([b.detach().flatten().to(like) for b in self.buffers])
-        return flat / self._clean_ranks if self._mine else torch.zeros_like(flat)
-
-    def unpack(self, message: Tensor) -> None:
-        """Perturbed ranks take the mean of the clean ones; those keep their own."""
-        if not self.buffers or self._mine:
-            return
-        parts = message.split([b.numel() for b in self.buffers])
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            value = part.view(buffer.shape)
-            buffer.copy_(value if buffer.is_floating_point() else value.round())

@@ -1,17 +1,17 @@
 """Frozen layers: noise on weights that are not trained, without a copy of them.
 
-A weight cannot be moved between its forward and its backward, and a backup of a frozen base is as large
-as the base. So a frozen linear layer computes with W + E out of place, a few rows at a time, and its
-backward draws the same E again. Nothing is written and nothing has to be put back. The slope of the loss
-along E is the sum of <dL/dy, x Eᵀ>, which needs no gradient of the weight.
+A backup of a frozen base is as large as the base. So a frozen linear layer computes with W + E out of
+place, a few rows at a time, and its backward draws the same E again. The slope of the loss along E is the
+sum of <dL/dy, x Eᵀ>, which needs no gradient of the weight.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from steppe.layout import Perturbed, Stretch, is_sharded
 from steppe.noise import PARALLEL_FROM, Draw, spread, standard_normal_
+
+if TYPE_CHECKING:
+    from steppe.methods import Method
 
 CHUNK = 2**18
 """Weights that exist at once with noise in them, or one block of noise where that is more."""
@@ -54,8 +57,7 @@ class FrozenLinear:
     def __init__(
         self, param: nn.Parameter, modules: Sequence[nn.Linear], low_rank: LowRank | None = None
     ) -> None:
-        self.param, self.low_rank = param, low_rank
-        self.modules = list(modules)
+        self.param, self.modules, self.low_rank = param, list(modules), low_rank
         self.noise: Noise | None = None
         self.chunks: list[list[Piece]] = []
         self._wide = torch.promote_types(param.dtype, torch.float32)
@@ -94,11 +96,10 @@ class FrozenLinear:
 
             def draw(piece: Piece, unit: Tensor = unit, first: int = rows.start) -> None:
                 part = unit[piece.rows.first - first : piece.rows.last - first].view(-1)
-                seed = noise.seed_of(piece.number)
-                if piece.size == part.numel():
-                    standard_normal_(part, seed)
-                else:  # a block is drawn whole and then cut: torch's values depend on the number
-                    whole = standard_normal_(part.new_empty(piece.size), seed)
+                # a block is drawn whole and then cut: torch's values depend on the number
+                whole = part if piece.size == part.numel() else part.new_empty(piece.size)
+                standard_normal_(whole, noise.seed_of(piece.number))
+                if whole is not part:
                     part.copy_(whole[piece.rows.start : piece.rows.stop])
 
             spread(draw, pieces, 1 if serial else torch.get_num_threads())
@@ -146,9 +147,8 @@ class NoisyLinear(torch.autograd.Function):
         layer, noise = ctx.layer, ctx.noise
         flat = gradient.reshape(-1, gradient.shape[-1])
         towards_x: Tensor | None = None
-        for rows, unit in (
-            layer.unit_noise(noise) if ctx.needs_input_grad[0] or x is not None else ()
-        ):
+        needed = ctx.needs_input_grad[0] or x is not None
+        for rows, unit in layer.unit_noise(noise) if needed else ():
             part = flat[:, rows]
             if x is not None:
                 along = x.reshape(-1, x.shape[-1]) @ unit.to(x.dtype).t()
@@ -173,26 +173,22 @@ class Forward:
         self._layer, self._module = layer, module
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear.forward
-        if self._layer.noise is None:
-            return nn.Linear.forward(self._module, input)
-        return self._noisy(input)
+        noise = self._layer.noise
+        return (
+            nn.Linear.forward(self._module, input) if noise is None else self._noisy(input, noise)
+        )
 
     @_disable_dynamo
-    def _noisy(self, x: Tensor) -> Tensor:
-        layer, noise, module = self._layer, self._layer.noise, self._module
-        assert noise is not None
-        noise.ran = True
-        bias: Tensor | None = module.bias
+    def _noisy(self, x: Tensor, noise: Noise) -> Tensor:
+        layer, module, noise.ran = self._layer, self._module, True
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
-        if bias is not None:
-            bias = bias.to(x.dtype)
+        bias = None if module.bias is None else module.bias.to(x.dtype)
         # of a layer whose input needs no gradient, backward is asked for by this alone
         measured = noise.slope is not None and torch.is_grad_enabled()
         anchor = torch.zeros((), requires_grad=True) if measured else None
-        y: Tensor = NoisyLinear.apply(x, module.weight, bias, anchor, layer, noise)  # type: ignore[no-untyped-call]
-        return y
+        return NoisyLinear.apply(x, module.weight, bias, anchor, layer, noise)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class FrozenLayers:
@@ -201,9 +197,8 @@ class FrozenLayers:
     def __init__(self, layers: Mapping[nn.Parameter, FrozenLinear] | None = None) -> None:
         self.of = dict(layers or {})
         self.places: list[tuple[FrozenLinear, slice]] = []
-        """The layers and their filters among all."""
-        self.metered = False
-        """Whether the next pass measures what its noise does to the loss."""
+        """Which filters among all are whose."""
+        self.metered = False  # whether the next pass measures what its noise does to the loss
 
     def place(
         self, params: Sequence[Perturbed], noise: Sequence[Mapping[int, list[Stretch]]]
@@ -211,11 +206,9 @@ class FrozenLayers:
         """`noise`: the blocks of noise of all `params`, by their numbers."""
         pieces: dict[nn.Parameter, list[Piece]] = {param: [] for param in self.of}
         blocks = (block for group in noise for block in group.items())
-        for number, stretches in blocks if self.of else ():
-            for stretch in stretches:
-                if stretch.owner.param in pieces:
-                    piece = Piece(number, stretches[-1].stop, stretch)
-                    pieces[stretch.owner.param].append(piece)
+        for number, stretches in blocks if pieces else ():
+            for rows in (s for s in stretches if s.owner.param in pieces):
+                pieces[rows.owner.param].append(Piece(number, stretches[-1].stop, rows))
         for p in params:
             if p.layer is not None:
                 p.layer.place(pieces[p.param])
@@ -227,8 +220,12 @@ class FrozenLayers:
         return [(layer, place) for layer, place in self.places if not layer.param.requires_grad]
 
     @property
+    def _noises(self) -> list[Noise]:
+        return [layer.noise for layer, _ in self.places if layer.noise is not None]
+
+    @property
     def noisy(self) -> bool:
-        return any(layer.noise is not None for layer, _ in self.places)
+        return bool(self._noises)
 
     def write_norms(self, norms: Tensor) -> None:
         for layer, place in self.now:
@@ -237,7 +234,7 @@ class FrozenLayers:
     def begin(
         self, draw: Draw, seed_of: Callable[[int], int], std: Tensor, *, shaped: bool = False
     ) -> None:
-        """From here until `end()` the layers compute with noise of this std per filter."""
+        """Until `end()` the layers compute with noise of this std per filter."""
         if self.noisy or (shaped and self.now):
             raise RuntimeError(
                 "Frozen layers take noise once a pass, with one std for each filter: a perturbation may "
@@ -262,14 +259,12 @@ class FrozenLayers:
 
     def slope(self, like: Tensor) -> Tensor | None:
         """<E, dL/dW> of the pass so far, over all layers; None where none is measured."""
-        found = [layer.noise.slope for layer, _ in self.places if layer.noise is not None]
-        there = [slope.to(like) for slope in found if slope is not None]
+        there = [noise.slope.to(like) for noise in self._noises if noise.slope is not None]
         return torch.stack(there).sum() if there else None
 
     def check_ran(self) -> None:
         """Raise where a pass is over and no layer was called with its noise."""
-        noises = [layer.noise for layer, _ in self.places if layer.noise is not None]
-        if noises and not any(noise.ran for noise in noises):
+        if (noises := self._noises) and not any(noise.ran for noise in noises):
             raise RuntimeError(
                 "No frozen layer that include_frozen names was called in this pass, so its noise did "
                 "nothing: the model reads their weights without calling them (fused attention or "
@@ -292,13 +287,24 @@ class FrozenLayers:
 
 def find_frozen(
     model: nn.Module,
+    method: Method,
     names: Mapping[nn.Parameter, Sequence[str]],
     patterns: Sequence[str],
-    low_rank: Mapping[nn.Module, LowRank],
 ) -> dict[nn.Parameter, FrozenLinear]:
     """The frozen weights with these names, or why they cannot have noise."""
+    low_rank: Mapping[nn.Module, LowRank] = {}
+    if "peft" in sys.modules:
+        from steppe.integrations.peft import low_rank_parts
+
+        low_rank = low_rank_parts(model, strict=method.merged)
+    elif method.merged:
+        raise ValueError(
+            "flat_lora() perturbs the LoRA layers of a PEFT model, and this is none. Make it one with "
+            "peft.get_peft_model(model, LoraConfig(...)); frozen linear layers of other models take "
+            "steppe.rwp() with attach(..., include_frozen=(...))."
+        )
     found: dict[nn.Parameter, FrozenLinear] = {}
-    for pattern in patterns:
+    for pattern in patterns or (["*base_layer.weight"] if method.merged else []):
         named = {p: n for p, known in names.items() for n in known if fnmatchcase(n, pattern)}
         if not named:
             raise ValueError(
@@ -309,6 +315,17 @@ def find_frozen(
             if not param.requires_grad and param not in found:
                 modules = _linear_modules(model, param, name)
                 found[param] = FrozenLinear(param, modules, low_rank.get(modules[0]))
+    if found and any(is_sharded(p) for p in model.parameters()):
+        raise ValueError(
+            "Noise on frozen layers is not supported in a model under fully_shard(). Use "
+            "DistributedDataParallel."
+        )
+    for noise in (p.perturbation for p in method.passes if found):
+        if noise is not None and (noise.needs_gradient or noise.learns_from != "nothing"):
+            raise ValueError(
+                f"{method.name}() learns from the gradients of what it perturbs, and frozen weights have "
+                "none. Use rwp, m_rwp, lpf_sgd or antithetic_rwp, or flat_lora for a PEFT model."
+            )
     return found
 
 

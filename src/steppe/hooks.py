@@ -3,13 +3,13 @@
 A call of the attached model, in training mode and with gradients, begins a pass; the end of the
 backward over its output ends it; everything else that looks at the weights finds the true ones.
 
-Nothing of it is part of the model: copies and pickles of an attached model are made from its state
-without any of this, at the true weights.
+Nothing of it is part of the model: copies, pickles and TorchScript of an attached model are made from its
+state without any of this, at the true weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from steppe.intercept import ASKS, STATE, Call, Hook, ScalerAsks, State
+from steppe.frozen import Forward
 from steppe.layout import is_sharded
-from steppe.passes import LoopClosure, LossClosure
-from steppe.step import EARLY, Running, put_back
+from steppe.passes import loop_closure, loss_closure, put_back
+from steppe.step import EARLY, Running
 from steppe.training import Training
+
+CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
+ASKS = "_step_supports_amp_scaling"
 
 
 class Hooks:
@@ -97,7 +100,7 @@ class Hooks:
 
     @_disable_dynamo
     def before_forward(self, module: nn.Module) -> None:
-        training, running = self._training, self._training.running
+        training, running = self._training, self._training.step.running
         if training.probing:
             return
         grad = torch.is_grad_enabled()
@@ -109,12 +112,12 @@ class Hooks:
             return
         if running is not None and running.in_backward:
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and grad) or not training.perturbs_now:
+        if not (module.training and grad) or not any(p.noisy for p in training.weights.params):
             training.restore()
         elif running is not None:
             if training.weights.written():
                 training.restore()  # which raises
-        elif training.method.perturbs:
+        elif training.perturbs:
             self._check_own_weights()
             self._begin()
 
@@ -142,17 +145,17 @@ class Hooks:
         training.begin(*training.next_pass())
 
     def forward_failed(self) -> None:
-        running = self._training.running
+        running = self._training.step.running
         if running is not None and not running.held and not running.in_backward:
             self._training.restore()
 
     @_disable_dynamo
     def after_forward(self, module: nn.Module, output: Any) -> None:
-        training, running = self._training, self._training.running
+        training, running = self._training, self._training.step.running
         if running is None or (running.in_backward and not running.held):
             return
-        if training.metered:
-            self._watch_pull(running, output)
+        if training.step.metered:
+            training.watch_pull(running, output)
         if running.held:
             return
         leaves = pytree.tree_leaves(output)
@@ -167,23 +170,6 @@ class Hooks:
         for tensor in tensors:
             tensor.register_hook(partial(self._on_output_gradient, running))
 
-    def _watch_pull(self, running: Running, output: Any) -> None:
-        """Measure how hard the loss pulls on the outputs: for a mean cross-entropy twice the mean of
-        1 - p. Models that return their loss beside logits are watched at the logits."""
-        training = self._training
-        if training.loop.outputs is not None:
-            output = training.loop.outputs(output)
-        if isinstance(output, Mapping) and output.get("logits") is not None:
-            output = output["logits"]
-        leaves = pytree.tree_leaves(output)
-        tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-        outputs = [t for t in tensors if t.numel() > 1]
-        for tensor in outputs:
-            tensor.register_hook(partial(_pull, running))
-        training.pull_is_loss = running.of_loss = not outputs
-        if not outputs and tensors:
-            running.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
-
     def _on_output_gradient(self, running: Running, gradient: Tensor) -> None:
         """Backward has reached an output. Its end is queued from here, not from a parameter's
         hook, which also fires inside the nested backward of reentrant checkpointing."""
@@ -194,7 +180,7 @@ class Hooks:
                 "create_graph=True differentiates through weights that are put back after backward. "
                 f"Hold the pass open over both backwards: {training.loop.hold}"
             )
-        if training.running is not running:
+        if training.step.running is not running:
             raise RuntimeError(
                 "This graph was built at perturbed weights that have been put back since: by another "
                 "backward over it, an evaluation, state_dict() or optimizer.step() in between. Run "
@@ -206,7 +192,7 @@ class Hooks:
         if not running.end_is_queued:
             running.end_is_queued = True
             if training.several and training.ranks.index is None and training.number < EARLY:
-                training.step.compare_losses(running, gradient)
+                training.compare_losses(running, gradient)
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(EndOfBackward(training, running))
 
@@ -231,8 +217,8 @@ class Hooks:
             training.stepping = 1
             return None
         training.stepping = 1
-        kind = LossClosure if training.loop.closure == "loss" else LoopClosure
-        ours = kind(training, closure)
+        run = loss_closure if training.loop.closure == "loss" else loop_closure
+        ours = partial(run, training, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": ours}
         return (args[0], ours, *args[2:]), kwargs
@@ -247,12 +233,6 @@ def _stands_still(optimizer: Optimizer) -> bool:
     """Whether all learning rates are 0. A step without a pass is no training step then:
     torch.distributed.checkpoint takes one to allocate a new optimizer's state."""
     return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
-
-
-def _pull(running: Running, gradient: Tensor) -> None:
-    wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
-    pull = gradient.detach().abs().sum(dtype=wide)
-    running.pull = pull if running.pull is None else running.pull + pull
 
 
 def _inside_a_backward(hold: str) -> str:
@@ -280,10 +260,90 @@ class EndOfBackward:
         self._training.finish(self._running)
 
     def __del__(self) -> None:
-        if self._training.running is self._running:
+        if self._training.step.running is self._running:
             self._training.restore(quiet=True)
 
 
 def attached(model: nn.Module) -> Iterator[nn.Module]:
     """The parts of a model that are attached already, by this or a wrapper that shares them."""
     return (module for module in model.modules() if isinstance(vars(module).get(STATE), State))
+
+
+# ---------------------------------------------------------------------- what sits in model and optimizer
+
+
+class Call:
+    """What runs when the attached model is called, in the place of torch's own way to call it.
+
+    A forward hook would stand in every pickle of the model, TorchScript would try to compile it, and
+    Ctrl-C would pass it by.
+    """
+
+    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
+        self._hooks, self._module = hooks, module
+        compiled = getattr(module, CALLS[0], None)
+        self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
+        self._call = getattr(module, self._name)
+        vars(module)[self._name] = self
+
+    def remove(self) -> None:
+        if vars(self._module).get(self._name) is self:
+            del vars(self._module)[self._name]
+            if self._name == CALLS[0]:
+                vars(self._module)[self._name] = self._call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._hooks.before_forward(self._module)
+        try:
+            output = self._call(*args, **kwargs)
+        except BaseException:
+            self._hooks.forward_failed()
+            raise
+        self._hooks.after_forward(self._module, output)
+        return output
+
+
+class State:
+    """What a copy or a pickle of a module is made from: true weights, and nothing of ours."""
+
+    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
+        self._hooks, self._module = hooks, module
+
+    def __call__(self) -> Any:
+        self._hooks.before_look()
+        state = type(self._module).__getstate__(self._module)
+        if not isinstance(state, dict):
+            return state
+        ours = (STATE, *CALLS)
+        state = {k: v for k, v in state.items() if k not in ours and not isinstance(v, Forward)}
+        for name, table in state.items():
+            if name.endswith("_hooks") and isinstance(table, dict):
+                state[name] = type(table)((k, h) for k, h in table.items() if not _is_ours(h))
+        return state
+
+
+class Hook:
+    """A hook of ours in a module's own tables, to be known by."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        getattr(self._owner, self._name)(*args, **kwargs)
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "hook", hook), Hook)  # torch wraps those of load_state_dict
+
+
+class ScalerAsks:
+    """Stands in for what a GradScaler asks of an optimizer right before it steps: whether it can
+    unscale gradients by itself. torch says in no other place that a scaler is there."""
+
+    def __init__(self, answer: bool) -> None:
+        self._answer, self.asked = answer, False
+
+    def __bool__(self) -> bool:
+        self.asked = True
+        return self._answer

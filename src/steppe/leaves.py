@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
-from weakref import WeakMethod, ref
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,46 +15,37 @@ from torch.optim import Optimizer
 
 from steppe.layout import is_sharded
 
-Arrive = Callable[[int | None, Tensor, Tensor], Tensor | None]
+if TYPE_CHECKING:
+    from steppe.training import Training
 
 
 class Leaves:
     """The model's parameters, the optimizer's, and further ones as they are met.
 
-    A hook on each tells `arrive` of a gradient before it accumulates. Sharded parameters see nothing
+    A hook on each tells the step of a gradient before it accumulates. Sharded parameters see nothing
     of autograd: the gathered ones are watched in their place.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        perturbed: Sequence[nn.Parameter],
-        arrive: Arrive,
-    ) -> None:
-        self._model, self._optimizer, self._arrive = model, optimizer, arrive
+    def __init__(self, training: Training) -> None:
+        self._training, perturbed = training, [p.param for p in training.weights.params]
         self._numbers = {param: number for number, param in enumerate(perturbed)}
         self._sharded = [param for param in perturbed if is_sharded(param)]
-        self._of_model = [p for p in model.parameters() if not is_sharded(p)]
+        self._of_model = [p for p in training.model.parameters() if not is_sharded(p)]
         self._handles: dict[Tensor, Any] = {}
         self._met: dict[Tensor, None] = {}
         self._all: dict[Tensor, None] = {}
         self._key: tuple[int, ...] = ()
         self._met_optimizers = False
-        self._first = set(self._of_optimizer(optimizer))
+        self._first = set(_trained_by(training.optimizer))
         self._count = len(self._first)
 
     def __iter__(self) -> Iterator[Tensor]:
-        groups = self._optimizer.param_groups
-        key = (len(self._met), *(len(group["params"]) for group in groups))
+        optimizer = self._training.optimizer
+        key = (len(self._met), *[len(group["params"]) for group in optimizer.param_groups])
         if key != self._key:
-            theirs = (p for p in self._of_optimizer(self._optimizer) if not is_sharded(p))
+            theirs = (p for p in _trained_by(optimizer) if not is_sharded(p))
             self._all, self._key = dict.fromkeys((*self._of_model, *theirs, *self._met)), key
         return iter(self._all)
-
-    @staticmethod
-    def _of_optimizer(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        return (p for group in optimizer.param_groups for p in group["params"])
 
     # ------------------------------------------------------------------ watching
 
@@ -68,7 +58,7 @@ class Leaves:
         """`number`: of the perturbed parameter that this leaf was gathered from."""
         if leaf.requires_grad and leaf not in self._handles:
             number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
-            hook = partial(_arrive, WeakMethod(self._arrive), number, ref(leaf))
+            hook = partial(_arrive, ref(self._training), number, ref(leaf))
             self._handles[leaf] = leaf.register_hook(hook)
             self._met[leaf] = None
 
@@ -82,7 +72,7 @@ class Leaves:
         self._met_optimizers = True
         for found in gc.get_referrers(*_kinds(Optimizer)):
             if isinstance(found, Optimizer) and hasattr(found, "param_groups"):
-                self._met |= {p: None for p in self._of_optimizer(found) if not is_sharded(p)}
+                self._met |= {p: None for p in _trained_by(found) if not is_sharded(p)}
 
     def meet_graph(self, loss: Tensor) -> None:
         """Find the leaves of this graph that nobody named (a criterion's weights)."""
@@ -101,56 +91,52 @@ class Leaves:
 
     @property
     def gradients(self) -> list[Tensor]:
-        return [leaf.grad for leaf in self if leaf.grad is not None]
+        return [grad for leaf in self if (grad := leaf.grad) is not None]
 
-    def set_aside(self, *, copy: bool) -> dict[Tensor, Tensor | None]:
-        """Take all gradients away. `copy`: DDP reuses the memory of its bucket views."""
-        aside = {}
-        for leaf in (*self, *self._sharded):
-            aside[leaf] = leaf.grad.clone() if copy and leaf.grad is not None else leaf.grad
-            leaf.grad = None
-        return aside
+    @property
+    def have_gradients(self) -> bool:
+        return any(leaf.grad is not None for leaf in (*self, *self._sharded))
 
     @property
     def hooked(self) -> bool:
         """Whether somebody else looks at gradients as they accumulate, and must see sums."""
         return any(leaf._post_accumulate_grad_hooks for leaf in self)
 
-    @contextmanager
-    def added_at_once(self, possible: bool, keep: Callable[[], None]) -> Iterator[None]:
-        """Around one backward: gradients from before are put aside and added by one operation for
-        all, where autograd would add them one by one. `keep` is called before they are added."""
-        if not possible:
-            yield
-            return
-        before = {leaf: leaf.grad for leaf in self if leaf.grad is not None}
-        for leaf in before:
-            leaf.grad = None
-        try:
-            yield
-            keep()
-        finally:
-            pairs = [(old, leaf.grad) for leaf, old in before.items() if leaf.grad is not None]
-            dense = [(a, b) for a, b in pairs if not (a.is_sparse or b.is_sparse)]
-            with torch.no_grad():
-                if dense:
-                    torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
-            for leaf, old in before.items():
-                new = leaf.grad
-                alone = new is None or not (old.is_sparse or new.is_sparse)
-                leaf.grad = old if alone or new is None else old + new
+    def set_aside(self) -> dict[Tensor, Tensor]:
+        """Take all gradients away."""
+        ddp, aside = self._training.ranks.ddp, {}
+        copy = ddp is not None and ddp.gradient_as_bucket_view  # DDP reuses their memory
+        for leaf in (*self, *self._sharded):
+            if (grad := leaf.grad) is not None:
+                aside[leaf] = grad.clone() if copy else grad
+                leaf.grad = None
+        return aside
+
+    @torch.no_grad()
+    def give_back(self, aside: dict[Tensor, Tensor], weight: float | None = None) -> None:
+        """Add gradients that were put aside to those found now (times `weight`), by few operations."""
+        if weight is not None:
+            for leaf in (*self, *self._sharded):
+                if (new := leaf.grad) is not None:
+                    leaf.grad = new * weight if weight else None
+        found = [(leaf, old, leaf.grad) for leaf, old in aside.items()]
+        pairs = [(old, new) for _, old, new in found if new is not None and _plain(old, new)]
+        if pairs:
+            torch._foreach_add_([old for old, _ in pairs], [new for _, new in pairs])
+        for leaf, old, new in found:
+            leaf.grad = old if new is None or _plain(old, new) else old + new
 
     # ------------------------------------------------------------------ changes
 
     def added(self) -> list[str]:
         """Parameters that came to the optimizer after `attach`: trained, but not perturbed."""
-        new = [p for p in self._of_optimizer(self._optimizer) if p not in self._first]
-        names = {param: name for name, param in self._model.named_parameters()}
+        new = [p for p in _trained_by(self._training.optimizer) if p not in self._first]
+        names = {param: name for name, param in self._training.model.named_parameters()}
         return [names.get(param, f"a parameter {tuple(param.shape)}") for param in new]
 
     def notice_added(self) -> None:
         """Warn once of parameters that came to the optimizer after `attach`."""
-        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        count = sum(len(group["params"]) for group in self._training.optimizer.param_groups)
         if count > self._count:
             warnings.warn(
                 f"{count - self._count} parameters were added to the optimizer after attach(): they "
@@ -165,16 +151,25 @@ class Leaves:
             handle.remove()
         self._handles.clear()
         self._met.clear()
-        self._all, self._key, self._of_model, self._model = {}, (), [], nn.Module()
+        self._all, self._key, self._of_model = {}, (), []
 
 
 def _arrive(
-    arrive: WeakMethod[Arrive], number: int | None, leaf: ref[Tensor], grad: Tensor
+    training: ref[Training], number: int | None, leaf: ref[Tensor], grad: Tensor
 ) -> Tensor | None:
     """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
     hook back to the parameter runs through C++, where nothing collects it."""
-    alive, param = arrive(), leaf()
-    return None if alive is None or param is None else alive(number, param, grad)
+    alive, param = training(), leaf()
+    return None if alive is None or param is None else alive.step.arrive(number, param, grad)
+
+
+def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether one operation can serve these among others: neither sparse nor sharded."""
+    return all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
 
 
 def _kinds(kind: type) -> set[type]:

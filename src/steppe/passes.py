@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from steppe.methods import Method
-from steppe.step import EARLY, Running, put_back
+from steppe.step import EARLY, Running
 from steppe.training import Training
 
 Closure = Callable[[], Any]
@@ -38,13 +39,13 @@ class Run:
         planned = training.method.passes[index]
         self.index, self.weight = index, planned.weight
         self.perturbed = planned.perturbation is not None
-        self._training, self._factor, self._by_hooks = training, factor, by_hooks
+        self._training, self._factor = training, factor
+        self._by_hooks, self._weighs_loss = by_hooks, weighs_loss
         self._scouts = training.method.scouts(index)
-        self._weighs_loss = weighs_loss
         self._share = factor if weighs_loss and factor and not self._scouts else 1.0
         self._running: Running | None = None
-        self._aside: dict[Tensor, Tensor | None] = {}
-        self._quiet = ExitStack()
+        self._aside: dict[Tensor, Tensor] = {}
+        self._quiet: AbstractContextManager[Any] | None = None
 
     def __repr__(self) -> str:
         kind = "perturbed" if self.perturbed else "clean"
@@ -61,15 +62,16 @@ class Run:
         if noise is not None and noise.needs_gradient and not training.step.gradient:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
         factor = 1.0 if self._scouts else self._factor / self._share
-        apart = self._weighs_loss and factor == 1 and training.adds_passes
+        apart = self._weighs_loss and factor == 1 and training.several and self._ours()
         if self._scouts:
             if not self._weighs_loss:
                 training.leaves.meet_optimizers()
-            self._aside = training.set_gradients_aside()
-            self._quiet.enter_context(training.ranks.scouting())
+            self._aside = training.leaves.set_aside()
+            self._quiet = training.ranks.scouting()
+            self._quiet.__enter__()
         try:
             self._running = training.begin(
-                self.index, factor, share=self._share, held=repr(self), apart=apart
+                self.index, factor, share=self._share, held=self, apart=apart
             )
             training.holding = self._running
             training.step.by_hooks = self._by_hooks
@@ -85,19 +87,29 @@ class Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
-        apart = self._running is not None and self._running.apart
-        by_leaves = self._scouts or (self._running is not None and self._running.factor != 1)
-        if by_leaves and training.number < EARLY:
-            training.leaves.meet_graph(loss)
-            if not apart:
-                training.leaves.watch_all()
+        leaves, running = training.leaves, self._running or Running(self.index)
+        if training.number < EARLY and (self._scouts or running.factor != 1):
+            leaves.meet_graph(loss)
+            if not running.apart:
+                leaves.watch_all()
             if self._scouts:
-                self._aside = {**training.set_gradients_aside(), **self._aside}
+                self._aside |= leaves.set_aside()
         training.step.loss_unscaled |= training.scaler is None
         loss = loss if self._share == 1 else loss * self._share
-        possible = apart or not (training.ranks.averages or training.leaves.hooked)
-        with training.leaves.added_at_once(possible, training.step.keep_own):
-            (loss if training.scaler is None else training.scaler.scale(loss)).backward()
+        loss = loss if training.scaler is None else training.scaler.scale(loss)
+        # those from before are added by one operation for all, where autograd would add one by one
+        ours = leaves.have_gradients and (running.apart or self._ours())
+        before = leaves.set_aside() if ours else {}
+        try:
+            loss.backward()
+            training.step.keep_own(running)
+        finally:
+            if before:
+                leaves.give_back(before)
+
+    def _ours(self) -> bool:
+        """Whether gradients of passes are put aside for each other and added up by us."""
+        return not (self._training.ranks.averages or self._training.leaves.hooked)
 
     def __exit__(
         self,
@@ -115,8 +127,8 @@ class Run:
 
     def _close(self) -> None:
         training, running = self._training, self._running
-        if running is None or training.running is not running:
-            raise RuntimeError(put_back(repr(self)))
+        if running is None or training.step.running is not running:
+            raise RuntimeError(put_back(self))
         if training.several and not running.reached:
             raise RuntimeError(f"No gradient arrived in {self}; call backward() inside of it.")
         training.finish(running)
@@ -125,12 +137,18 @@ class Run:
 
     def _give_back(self) -> None:
         """Give back the gradients that were there before a pass that shows the next one its way."""
-        self._quiet.close()
-        for param, old in self._aside.items():
-            found, param.grad = param.grad, old
-            if self._factor and found is not None:
-                param.grad = found * self._factor + (0 if old is None else old)
-        self._aside = {}
+        if self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
+            self._training.leaves.give_back(self._aside, self._factor)
+            self._aside, self._quiet = {}, None
+
+
+def put_back(run: object) -> str:
+    """What is said of a pass whose weights somebody put back."""
+    return (
+        f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
+        "outside of the pass."
+    )
 
 
 # ---------------------------------------------------------------------- what each pass runs on
@@ -231,37 +249,34 @@ def _arguments(batch: Any) -> Sequence[Any]:
 # ---------------------------------------------------------------------- what a loss function gave
 
 
-class Answers:
-    """What `loss_of` returned in each pass: the loss, alone or first in a tuple or as "loss" in a
-    mapping, and things beside it that the caller wants back."""
+class Answer(NamedTuple):
+    """What `loss_of` returned in a pass, the factor of that pass, and whether it ran at the true weights."""
 
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-        self._clean: list[Any] = []
-        self._others: list[Any] = []
+    value: Any
+    factor: float
+    clean: bool
 
-    @staticmethod
-    def loss(answer: Any) -> Any:
-        if isinstance(answer, Mapping):
-            return answer.get("loss")
-        return answer[0] if isinstance(answer, list | tuple) and answer else answer
+    @property
+    def loss(self) -> Any:
+        """The loss: all there is, or first in a tuple, or "loss" in a mapping."""
+        if isinstance(self.value, Mapping):
+            return self.value.get("loss")
+        first = isinstance(self.value, list | tuple) and self.value
+        return self.value[0] if first else self.value
 
-    def add(self, answer: Any, factor: float, *, clean: bool) -> None:
-        part = self.loss(answer).detach() * factor
-        self._total = part if self._total is None else self._total + part
-        (self._clean if clean else self._others).append(answer)
 
-    def result(self) -> Any:
-        """The loss that the method minimises, and what stood beside it, without graphs: from the
-        true weights where a pass runs at them, as lists where the batch was sliced."""
-        kept = self._clean or self._others
-        first = kept[0]
-        if isinstance(first, Tensor):
-            return self._total
-        if isinstance(first, Mapping):
-            beside = {k: _together([a[k] for a in kept]) for k in first if k != "loss"}
-            return {"loss": self._total, **beside}
-        return (self._total, *(_together(parts) for parts in list(zip(*kept, strict=True))[1:]))
+def joined(answers: Sequence[Answer]) -> Any:
+    """The loss that the method minimises, and what stood beside it, without graphs: from the true
+    weights where a pass runs at them, as lists where the batch was sliced."""
+    parts = [a.loss.detach() if a.factor == 1 else a.loss.detach() * a.factor for a in answers]
+    total = reduce(torch.add, parts)
+    kept = [a.value for a in answers if a.clean] or [a.value for a in answers]
+    if isinstance(kept[0], Tensor):
+        return total
+    if isinstance(kept[0], Mapping):
+        beside = {k: _together([a[k] for a in kept]) for k in kept[0] if k != "loss"}
+        return {"loss": total, **beside}
+    return (total, *(_together(parts) for parts in list(zip(*kept, strict=True))[1:]))
 
 
 def _together(parts: Sequence[Any]) -> Any:
@@ -275,72 +290,60 @@ def _together(parts: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------- closures
 
 
-class LossClosure:
-    """Runs all passes over a closure that zeroes gradients and differentiates by itself, once."""
-
-    def __init__(self, training: Training, closure: Closure) -> None:
-        self._training, self._closure, self._used = training, closure, False
-
-    def __call__(self) -> Any:
-        training, method = self._training, self._training.method
-        if self._used:
-            raise RuntimeError(
-                f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
-                "weight perturbation cannot serve."
-            )
-        self._used = True
-        if method.feed != "one" or method.m:
-            batches = "batch1, batch2" if method.feed == "each" else "batch"
-            raise RuntimeError(
-                f"{method.name}() cannot take its batches from a closure. Call "
-                f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
-            )
-        training.new_step()  # passes from before the closure do not count
-        with training.closure():
-            loss = self._run_passes()
-            training.step.settle()
-        return loss
-
-    def _run_passes(self) -> Any:
-        """Gradients of earlier passes are put aside, since the closure zeroes, and added up."""
-        training = self._training
-        total: Any = None
-        kept: dict[Any, Tensor | None] = {}
-        for index, planned in enumerate(training.method.passes):
-            training.set_gradients_aside()
+def loss_closure(training: Training, closure: Closure) -> Any:
+    """Run all passes over a closure that zeroes gradients and differentiates by itself, once."""
+    method, leaves = training.method, training.leaves
+    if training.step.settled:
+        raise RuntimeError(
+            f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
+            "weight perturbation cannot serve."
+        )
+    if method.feed != "one" or method.m:
+        batches = "batch1, batch2" if method.feed == "each" else "batch"
+        raise RuntimeError(
+            f"{method.name}() cannot take its batches from a closure. Call "
+            f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
+        )
+    training.new_step()  # passes from before the closure do not count, nor do their gradients
+    leaves.set_aside()
+    total: Any = None
+    with _within_step(training):
+        for index, planned in enumerate(method.passes):
+            before = leaves.set_aside()  # the closure zeroes them
             with Run(training, index, planned.weight), torch.enable_grad():
-                loss = self._closure()
-            for param, grad in training.set_gradients_aside().items():
-                kept[param] = _sum(kept.get(param), grad)
-            if planned.weight:
-                if all(grad is None for grad in kept.values()):
-                    raise RuntimeError(
-                        "The closure given to optimizer.step() ran no backward, and gradients from "
-                        "before it do not count. Let it call loss.backward(), or step without one."
-                    )
-                total = _sum(total, None if loss is None else planned.weight * loss)
-        for param, grad in kept.items():
-            param.grad = grad
-        return total
+                loss = closure()
+            leaves.give_back(before)
+            if planned.weight and not leaves.have_gradients:
+                raise RuntimeError(
+                    "The closure given to optimizer.step() ran no backward, and gradients from "
+                    "before it do not count. Let it call loss.backward(), or step without one."
+                )
+            if planned.weight and loss is not None:
+                part = planned.weight * loss
+                total = part if total is None else total + part
+        training.step.settle()
+    return total
 
 
-class LoopClosure:
-    """A closure whose passes the hooks run; afterwards the step is settled."""
-
-    def __init__(self, training: Training, closure: Closure) -> None:
-        self._training, self._closure = training, closure
-
-    def __call__(self) -> Any:
-        with self._training.closure():
-            loss = self._closure()
-            step = self._training.step
-            step.idle = loss is None and not step.done
-            if not step.idle:  # a closure that ran no pass and gives no loss skips its step
-                step.settle()
-        return loss
+def loop_closure(training: Training, closure: Closure) -> Any:
+    """Run a closure whose passes the hooks run, and settle the step."""
+    with _within_step(training):
+        loss, step = closure(), training.step
+        step.idle = loss is None and not step.done
+        if not step.idle:  # a closure that ran no pass and gives no loss skips its step
+            step.settle()
+    return loss
 
 
-def _sum(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+@contextmanager
+def _within_step(training: Training) -> Iterator[None]:
+    """Around a closure that the optimizer calls: passes within its step are its own."""
+    training.in_closure = True
+    try:
+        yield
+    except BaseException:
+        training.stepping = 0
+        training.new_step()
+        raise
+    finally:
+        training.in_closure = False

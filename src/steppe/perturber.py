@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from steppe.distributed import Ranks
-from steppe.history import check_same_tensors, difference
 from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import VERSION, Draw
-from steppe.passes import Answers, Run, deal
+from steppe.passes import Answer, Run, deal, joined
 from steppe.training import Training
 
 FORMAT = 1
@@ -92,7 +91,7 @@ class Perturber:
         self._training.restore()
         self._training.new_step()
         if drop_gradients:
-            self._training.set_gradients_aside()
+            self._training.leaves.set_aside()
 
     def detach(self) -> None:
         """Put the true weights back and remove every trace from model and optimizer.
@@ -120,12 +119,10 @@ class Perturber:
                 "perturber.backward(loss_of, batch)."
             )
         training.new_step_if_abandoned()
-        mine = training.ranks.index
-        for index, planned in enumerate(self.method.passes):
-            if mine is None:
-                yield Run(training, index, planned.weight)
-            elif index == mine:
-                yield Run(training, index, planned.weight * len(self.method.passes))
+        passes, mine = self.method.passes, training.ranks.index
+        for index, planned in enumerate(passes):
+            if mine in (None, index):
+                yield Run(training, index, planned.weight * (1 if mine is None else len(passes)))
 
     def next_pass(self) -> Run:
         """The pass whose turn it is in a loop over micro-batches, to hold open over one of them:
@@ -153,14 +150,13 @@ class Perturber:
         training = self._training
         work = deal(self.method, batches, training.ranks.index)
         training.new_step_if_abandoned()
-        answers = Answers()
+        answers = []
         for number, batch, factor in work:
             run = Run(training, number, factor, weighs_loss=True)
             with run, torch.enable_grad():
-                answer = loss_of(*batch)
-                run.backward(answers.loss(answer))
-            answers.add(answer, factor, clean=not run.perturbed)
-        return answers.result()
+                answers.append(Answer(loss_of(*batch), factor, not run.perturbed))
+                run.backward(answers[-1].loss)
+        return joined(answers)
 
     # ------------------------------------------------------------------ is it working?
 
@@ -181,7 +177,7 @@ class Perturber:
     def _stats(self) -> dict[str, float]:
         training, weights = self._training, self._training.weights
         stats: dict[str, float] = {"step": self.step, "strength": 0.0, "displacement": 0.0}
-        for noise, state in training.history.states.items():
+        for noise, state in training.states.items():
             stats["strength"] = noise.strength(self.step)
             with torch.no_grad():
                 size = torch.linalg.vector_norm(weights.filter_norms())
@@ -191,10 +187,9 @@ class Perturber:
                     radius = float("nan")
                 if noise.steering is not None:
                     (memory,) = state["steering"]
+                    names = ("rise", "measured_rise", "measured_rise_stderr", "ramp", "ratio")
                     found = noise.steering.read(memory, self.step)
-                    stats |= {"rise": found.asked, "measured_rise": found.measured}
-                    stats |= {"measured_rise_stderr": found.stderr, "ramp": found.ramp}
-                    stats["ratio"] = found.ratio
+                    stats |= dict(zip(names, found, strict=True))
                     radius *= found.ratio
                 stats["displacement"] = radius / max(float(size), 1e-30)
                 stats.update(noise.stats(state))
@@ -256,14 +251,16 @@ class Perturber:
                 f"  {len(self.method.passes)} passes over {ranks.size} replicas; this is replica "
                 f"{ranks.rank} and runs pass {ranks.index} ({kind})"
             )
-        how = {True: "", False: " frozen"}
-        lines += [f"  perturbed  {s.name} {tuple(s.shape)}{how[s.active]}" for s in perturbed]
+        lines += [
+            f"  perturbed  {s.name} {tuple(s.shape)}{'' if s.active else ' frozen'}"
+            for s in perturbed
+        ]
         left_out = self._skipped | {s.name: "frozen" for s in weights.params if not s.noisy}
         left_out |= {
             s.name: "perturb=False in its group" for s in weights.params if s.param in now_out
         }
-        for name in training.leaves.added():
-            left_out[name] = "added to the optimizer after attach()"
+        added = training.leaves.added()
+        left_out |= dict.fromkeys(added, "added to the optimizer after attach()")
         lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)
 
@@ -291,7 +288,7 @@ class Perturber:
             "step": self.step,
             "incomplete": training.incomplete,
             "parameters": [[s.name, list(s.param.shape)] for s in weights.params],
-            "states": [dict(state) for state in training.history.states.values()],
+            "states": [dict(state) for state in training.states.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -309,9 +306,17 @@ class Perturber:
         if state["parameters"] != mine["parameters"]:
             raise ValueError(
                 "The state is of another model or another choice of parameters: "
-                f"{difference(state['parameters'], mine['parameters'])}."
+                f"{_difference(state['parameters'], mine['parameters'])}."
             )
-        check_same_tensors(state["states"], mine["states"])
+        saved, here = (
+            [{name: [t.shape for t in tensors] for name, tensors in of.items()} for of in states]
+            for states in (state["states"], mine["states"])
+        )
+        if saved != here:
+            raise ValueError(
+                "The saved history has another form than this method's (elementwise, or another "
+                "number of filters)."
+            )
         if UNSAID.sub("", state["settings"]) != mine["settings"]:
             warnings.warn(
                 f"Settings differ from the saved ones: {state['settings']} was saved, "
@@ -337,3 +342,11 @@ class Perturber:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("This perturber was detached. Attach again to use it.")
+
+
+def _difference(saved: list[Any], here: list[Any]) -> str:
+    """How the parameters of a saved state differ from those attached."""
+    for old, new in zip(saved, here, strict=False):
+        if list(old) != list(new):
+            return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
+    return f"{len(saved)} parameters were saved, {len(here)} are attached"

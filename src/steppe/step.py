@@ -1,4 +1,4 @@
-"""One optimizer step: which passes ran, how their gradients are weighed, what they noted.
+"""One optimizer step: which passes ran, how their gradients are weighed, what is learnt from them.
 
 A `Step` is made new for each step of the optimizer and is the only thing that knows about it:
 
@@ -13,6 +13,7 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from steppe.batchnorm import FollowingStatistics, FrozenStatistics
 from steppe.perturbations import Gradients, Perturbation
+from steppe.strength import OPENING, PERIOD, REST
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -37,45 +39,52 @@ class Running:
     """What its gradients are multiplied by as they arrive at the leaves."""
     share: float = 1.0
     """What they are multiplied by already, through the loss."""
-    held: str = ""
-    """What the user holds open (`with run:`); empty where the model's forward began the pass."""
-    frozen: FrozenStatistics | FollowingStatistics | None = None
+    held: object = None
+    """What the user holds open (`with run:`); None where the model's forward began the pass."""
+    apart: bool = False
+    """Whether all gradients are its own when backward ends, so that none is looked at before."""
+    statistics: FrozenStatistics | FollowingStatistics | None = None
     in_backward: bool = False
     end_is_queued: bool = False
     reached: bool = False
     """Whether a gradient arrived at any leaf."""
-    own: dict[int, Tensor] = field(default_factory=dict)
-    """Its own gradients by the number of the parameter, where its perturbation learns from them."""
-    pull: Tensor | None = None
-    """The sum of |dL/dz| over the model's outputs, where a rise is steered by it."""
-    of_loss: bool = False
-    """Whether the outputs are a loss alone, and `pull` is its value."""
-    alone: set[int] = field(default_factory=set)
-    """Parameters whose `.grad` is its own gradient: there was none before."""
-    apart: bool = False
-    """Whether all gradients are its own at the end of its backward, so that none is looked at as it
-    arrives."""
     learns: bool = False
-    """Whether something is learnt from its own gradients."""
+    own: dict[int, Tensor | None] = field(default_factory=dict)
+    """Its own gradients, where something is learnt from them, by the number of the parameter; None:
+    what is in `.grad`, where there was nothing before."""
+    pull: Tensor | None = None
+    """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
 
 
 class Step:
     """The passes of one optimizer step."""
 
     def __init__(self, training: Training) -> None:
-        self._training = training
-        self.done: list[int] = []
-        """The passes that have run."""
+        self._training, number = training, training.number
         self.running: Running | None = None
         self.by_hooks = True
         """Whether the passes run over micro-batches of an unchanged loop; explicit ones otherwise."""
-        self.gradient: list[Tensor | None] = []
+        self.gradient: Gradients = []
         """The gradient of the pass before, for a pass that needs it."""
         self.loss_unscaled = False
         """Whether a loss was differentiated here without a scaler."""
-        self.settled = False
-        self.idle = False
-        """Whether the optimizer steps without training anything."""
+        self.settled = self.idle = False  # idle: the optimizer steps without training anything
+        self.resting = training.rests and number % REST == 0
+        """Whether it runs at the true weights, for BatchNorm's statistics."""
+        measured = number <= OPENING or number % PERIOD == 1
+        self.metered = training.steered and measured and not self.resting
+        """Whether the loss rise is measured."""
+        alone = not (training.several or training.ranks.averages)
+        self.meters_passes = self.metered and not (alone or training.weights.shards.several)
+        """Whether it is measured on each pass's own gradient: those of others add to it, of other
+        passes or of other ranks. Sharded gradients are there as a whole only."""
+        self.pull_is_loss = False
+        """Whether nothing but a loss is seen of the model, and its value stands for the pull."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self.done: list[int] = []
+        """The passes that have run."""
         self.notes: dict[Perturbation, Gradients] = {}
         self.slopes: dict[Perturbation, list[Tensor]] = {}
         """<eps, g> of the passes, or of all so far in one where their gradients add up."""
@@ -87,23 +96,21 @@ class Step:
 
     def open(self, running: Running) -> None:
         """Gradients that arrive from now on belong to this pass."""
-        self.running = running
-        training = self._training
+        self.running, training = running, self._training
         if running.factor != 1:
             training.leaves.meet_optimizers()
-        if (training.several or training.meters_passes) and not running.apart:
+        if (training.several or self.meters_passes) and not running.apart:
             training.leaves.watch_all()
         noise = training.method.passes[running.index].perturbation
-        running.learns = (
+        running.learns = (self.meters_passes and bool(training.weights.moved)) or (
             training.several and noise is not None and noise.learns_from == "pass"
-        ) or (training.meters_passes and bool(training.weights.moved))
+        )
 
     def backward_begins(self, running: Running) -> None:
         """The first gradient of a pass is there. Called once a pass, before anything accumulates."""
         running.in_backward = True
         if not running.held and self.abandoned():
-            # the gradients of the passes before were thrown away between forward and backward
-            self.done, self.notes, self.slopes, self.pulls = [], {}, {}, []
+            self._forget()  # gradients were thrown away between forward and backward
 
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
@@ -113,121 +120,85 @@ class Step:
         if not running.in_backward:
             self.backward_begins(running)
         running.reached = True
-        factor = running.factor
+        factor, own = running.factor, running.own
         if number is not None and running.learns:
-            if number in running.own:  # a nested backward: the gradient comes in parts
-                running.own[number] = running.own[number] + grad
-            elif number not in running.alone:
-                if factor == 1 and leaf.grad is None and not self._training.ranks.averages:
-                    running.alone.add(number)  # to keep `grad` would make autograd copy it
-                else:
-                    running.own[number] = grad
+            if number not in own:  # to keep `grad` would make autograd copy it
+                free = factor == 1 and leaf.grad is None and not self._training.ranks.averages
+                own[number] = None if free else grad
+            elif (before := own[number]) is not None:  # a nested backward: it comes in parts
+                own[number] = before + grad
         if factor == 1:
             return None
         # never `grad * 0`: an overflow in a pass that does not count must not become NaN
         return torch.zeros_like(grad) if factor == 0 else grad * factor
 
-    def close(self, *, count: bool) -> None:
-        """The pass is over; it counts if its backward came to an end."""
-        running, self.running = self.running, None
-        if running is None:
-            return
-        # a backward that reached no parameter (for an adversarial input, say) is not a pass
-        if count and (running.reached or not self._training.several):
-            if self._training.metered:
-                self._meter(running)
-            if self._training.several and (running.own or running.alone):
+    def close(self, running: Running) -> None:
+        """The backward of a pass came to an end, with its eps still in the weights: it counts."""
+        several = self._training.several
+        if several and not running.reached:
+            return  # a backward that reached no parameter (for an adversarial input) is not a pass
+        if self.metered:
+            self._meter(running)
+        self.done.append(running.index)
+        if several:
+            if running.own:
                 self._note(running)
-            self.done.append(running.index)
             self._seen = self._marks()
 
-    def keep_own(self) -> None:
+    def keep_own(self, running: Running) -> None:
         """Keep the pass's own gradients where `.grad` is about to become a sum with those before."""
-        running, params = self.running, self._training.weights.params
-        if running is None:
-            return
         if running.apart:
-            running.reached = any(leaf.grad is not None for leaf in self._training.leaves)
-            running.alone = set(range(len(params))) if running.learns else set()
-        kept = {number: params[number].param.grad for number in running.alone}
-        running.own |= {number: grad for number, grad in kept.items() if grad is not None}
-        running.alone.clear()
+            running.reached = self._training.leaves.have_gradients
+            numbers = range(len(self._training.weights.params)) if running.learns else ()
+            running.own = dict.fromkeys(numbers)
+        if running.own:
+            running.own = {n: g for n, g in enumerate(self._own(running)) if g is not None}
 
     def _own(self, running: Running) -> list[Tensor | None]:
         """The pass's own gradient of each perturbed parameter."""
+        own = running.own
         return [
-            p.param.grad if number in running.alone else running.own.get(number)
-            for number, p in enumerate(self._training.weights.params)
+            None if n not in own else p.param.grad if (grad := own[n]) is None else grad
+            for n, p in enumerate(self._training.weights.params)
         ]
 
     def _meter(self, running: Running) -> None:
         """Measure, while eps is still there, what it did to the loss."""
         training, weights = self._training, self._training.weights
         if running.pull is not None:
-            self.pulls.append(running.pull if running.of_loss else running.pull / running.share)
+            self.pulls.append(running.pull if self.pull_is_loss else running.pull / running.share)
         noise = training.method.passes[running.index].perturbation
         if noise is None or noise.steering is None or not weights.away:
             return
         frozen = weights.frozen.slope(weights.sizes)
-        if training.meters_passes:
+        if self.meters_passes:
             own = dict(zip(weights.params, self._own(running), strict=True))
             slope = weights.dot_eps([own[p] for p in weights.moved])
             slope = slope if frozen is None else slope + frozen
             self.slopes.setdefault(noise, []).append(slope / running.share)
-        else:  # what has accumulated so far, all of it at this eps
-            slope = weights.dot_eps([p.param.grad for p in weights.moved])
-            if frozen is not None:
-                self._frozen_slope = self._frozen_slope + frozen
-                slope = slope + self._frozen_slope
-            self.slopes[noise] = [slope]
+            return
+        slope = weights.dot_eps([p.param.grad for p in weights.moved])  # all so far, at this eps
+        if frozen is not None:
+            self._frozen_slope = self._frozen_slope + frozen
+            slope = slope + self._frozen_slope
+        self.slopes[noise] = [slope]
 
+    @torch.no_grad()
     def _note(self, running: Running) -> None:
-        training = self._training
-        noise = training.method.passes[running.index].perturbation
+        noise = self._training.method.passes[running.index].perturbation
         if noise is None or noise.learns_from != "pass":
             return
         grads = self._own(running)
-        with torch.no_grad():
-            if running.share != 1:  # undo what was multiplied into the loss
-                there = iter(
-                    torch._foreach_mul([g for g in grads if g is not None], 1 / running.share)
-                )
-                grads = [None if g is None else next(there) for g in grads]
-            noted = self.notes.get(noise, [])
-            self.notes[noise] = noise.collect_all(training.weights, grads, noted)
-
-    def compare_losses(self, running: Running, gradient: Tensor) -> None:
-        """Warn where micro-batches look like different losses (a discriminator's real and fake):
-        in two steps, their gradients have one sign each, and not the same."""
-        if gradient.dim() == 0 or gradient.numel() != gradient.shape[0] or gradient.is_meta:
-            return
-        low, high = float(gradient.min()), float(gradient.max())
-        if low < 0 < high or low == high == 0:
-            return
-        signs = self._training.signs
-        signs.append((self._training.number, running.index, high > 0))
-        steps, passes, _ = (set(column) for column in zip(*signs, strict=True))
-        by_pass = {(index, sign) for _, index, sign in signs}
-        if (
-            len(steps) == EARLY
-            and len(by_pass) == len(passes)
-            and len({s for _, s in by_pass}) == 2
-        ):
-            name = self._training.method.name
-            warnings.warn(
-                f"Two backwards of one step look like different losses (their gradients have "
-                f"opposite signs), as in a discriminator's loop, but {name}() takes them for "
-                "micro-batches and perturbs the second alone. Run each pass over the whole loss: "
-                f"{self._training.loop.hold}.",
-                stacklevel=2,
-            )
-            signs.clear()
+        if running.share != 1:  # undo what was multiplied into the loss
+            there = [g for g in grads if g is not None]
+            undone = iter(torch._foreach_mul(there, 1 / running.share))
+            grads = [None if g is None else next(undone) for g in grads]
+        noted = self.notes.get(noise, [])
+        self.notes[noise] = noise.collect_all(self._training.weights, grads, noted)
 
     # ------------------------------------------------------------------ between passes
 
     def _marks(self) -> list[tuple[int, int]]:
-        if not self._training.several:
-            return []
         return [(id(g), g._version) for g in self._training.leaves.gradients]
 
     def abandoned(self) -> bool:
@@ -238,24 +209,25 @@ class Step:
         """
         if not self.done or not self._training.several:
             return False
-        grads = self._training.leaves.gradients
-        untouched = self._marks() == self._seen
-        return not grads or (not untouched and not any(bool(g.any()) for g in grads))
+        if (marks := self._marks()) == self._seen and marks:
+            return False
+        return not any(bool(g.any()) for g in self._training.leaves.gradients)
 
     # ------------------------------------------------------------------ before the update
 
     def settle(self) -> None:
         """Everything that must happen between the last backward and the optimizer's update."""
         training = self._training
-        if training.method.perturbs:
+        if training.perturbs:
             if not self.done:
                 raise RuntimeError(
                     f"optimizer.step() without a pass of {training.method.name}() since the last "
                     "one: the attached model was not called in training mode with gradients. Is it "
                     "in eval mode? Is an inner module called instead of the one that was attached?"
                 )
-            self._even_out()
-            training.history.learn(self)
+            if training.several and training.ranks.index is None:
+                self._even_out()
+            self._learn()
             training.divisor = self.divisor
         self.settled = True
 
@@ -263,7 +235,7 @@ class Step:
         """See to it that every pass ran equally often; weigh what ran to one otherwise."""
         training = self._training
         passes, ran = training.method.passes, Counter(self.done)
-        if training.ranks.index is not None or len({ran[i] for i in range(len(passes))}) == 1:
+        if len({ran[i] for i in range(len(passes))}) == 1:
             return
         found = (
             f"{training.method.name}() runs {len(passes)} passes over consecutive micro-batches of "
@@ -299,14 +271,80 @@ class Step:
         training = self._training
         if training.microbatch_loss == "sum":
             return 1.0
-        if self.by_hooks or training.ranks.index is not None:
-            return float(len(self.done))
-        return len(self.done) / len(training.method.passes)
+        one_each = self.by_hooks or training.ranks.index is not None
+        return len(self.done) / (1 if one_each else len(training.method.passes))
 
+    # ------------------------------------------------------------------ what is learnt
 
-def put_back(run: str) -> str:
-    """What is said of a pass whose weights somebody put back."""
-    return (
-        f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
-        "outside of the pass."
-    )
+    @torch.no_grad()
+    def _learn(self) -> None:
+        """Learn from the gradients of a step that is about to be taken."""
+        training = self._training
+        if self.metered:
+            self._steer()
+        for noise, state in training.states.items():
+            of_pass = noise.learns_from == "pass" and not (training.several or self.resting)
+            if noise.learns_from == "step" or of_pass:  # a fused optimizer unscales by itself
+                grads = [p.param.grad if p.active else None for p in training.weights.params]
+                scale = getattr(training.optimizer, "grad_scale", None)
+                noise.learn(training.weights, state, grads, 1.0 if scale is None else 1.0 / scale)
+        if training.several and not self.resting:
+            self._learn_noted()
+
+    def _learn_noted(self) -> None:
+        """From the K perturbed passes' own gradients, v <- beta v + mean_k ‖g_k‖², each undone of
+        its loss divisor and loss scale (its weight was undone when it was noted)."""
+        training, weights = self._training, self._training.weights
+        noises = [n for n in training.states if n.learns_from == "pass"]
+        notes = [self.notes.get(noise, [None] * len(weights.params)) for noise in noises]
+        planned = [training.method.passes[i].perturbation for i in self.done]
+        counts: list[Tensor | float] = [planned.count(noise) for noise in noises]
+        statistics = training.statistics
+        if training.ranks.groups and (noises or statistics.buffers):
+            # all ranks in one small message: squared norms, how many, and BatchNorm's statistics
+            vectors = [weights.per_filter(noted) for noted in notes]
+            parts = [*vectors, weights.sizes.new_tensor(counts), statistics.pack(weights.sizes)]
+            *vectors, total, buffers = training.ranks.sum(*parts)
+            statistics.unpack(buffers)
+            notes, counts = [weights.per_parameter(v) for v in vectors], list(total)
+        for noise, noted, count in zip(noises, notes, counts, strict=True):
+            if isinstance(count, Tensor) or count:
+                scale = self.divisor / count**0.5 / training.loss_scale()
+                noise.learn_noted(weights, training.states[noise], noted, scale)
+
+    def _steer(self) -> None:
+        """Let the strength follow the rise that was measured, the mean over passes and ranks."""
+        training, weights = self._training, self._training.weights
+        if not self.pulls:
+            raise RuntimeError(
+                f"{training.method.name}(rise=…) follows how hard the loss pulls on the model's outputs, "
+                "but the attached model was not called in this step. Call it, or give a fixed strength "
+                "(ratio=…)."
+            )
+        scale, number = training.loss_scale(), training.number
+        unit = 1.0 if self.pull_is_loss else self.divisor / scale
+        pulls = [p.to(weights.sizes) for p in self.pulls]
+        sums, counts = [reduce(torch.add, pulls) * unit], [len(pulls)]
+        for noise in training.states:
+            slopes = self.slopes.get(noise, [])
+            total = reduce(torch.add, slopes) if slopes else weights.sizes.new_zeros(())
+            sums.append(total * (self._slope_factor(noise) / scale))
+            counts.append(len(slopes))
+        pull, *found = training.ranks.mean(sums, counts)
+        for (noise, state), slope in zip(training.states.items(), found, strict=True):
+            if (steering := noise.steering) is not None:
+                (memory,) = state["steering"]
+                steering.update(memory, slope, pull, number, 1 if number <= OPENING else PERIOD)
+                if number > 100 and number % 100 == 1 and not memory.is_meta:
+                    training.halvings = steering.warn(memory, number, training.halvings)
+
+    def _slope_factor(self, noise: Perturbation) -> float:
+        """What the measured slopes are multiplied by to be those of the loss itself."""
+        if self.meters_passes:
+            return self.divisor
+        training, ranks = self._training, self._training.ranks
+        factor = 1.0 if training.microbatch_loss == "mean" else 1 / len(self.done)
+        if training.weights.shards.several:  # the mean over replicas, each with a noise of its own
+            weight = sum(p.weight for p in training.method.passes if p.perturbation == noise)
+            factor *= (ranks.columns if ranks.noise == "rank" else 1) / weight if weight else 0.0
+        return factor

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from steppe.batchnorm import FollowingStatistics, FrozenStatistics, tracked_norms
+from steppe.batchnorm import (
+    FollowingStatistics,
+    FrozenStatistics,
+    SharedStatistics,
+    tracked_norms,
+)
 from steppe.distributed import Ranks
-from steppe.history import History
 from steppe.leaves import Leaves
 from steppe.methods import Method
 from steppe.noise import Draw
-from steppe.perturbations import Perturbation
-from steppe.step import Running, Step
-from steppe.strength import OPENING, PERIOD, REST
+from steppe.perturbations import Perturbation, State
+from steppe.step import EARLY, Running, Step
+from steppe.strength import REST
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]
@@ -43,88 +49,56 @@ class Loop:
     whose passes the hooks run (Lightning's is)."""
 
 
+@dataclass(eq=False, repr=False)
 class Training:
     """One method on one model: at most one pass under way at a time."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        optimizer: torch.optim.Optimizer,
-        weights: Weights,
-        ranks: Ranks,
-        *,
-        seed: int,
-        microbatch_loss: MicrobatchLoss,
-        on_incomplete: OnIncomplete,
-        scaler: torch.amp.GradScaler | None,
-        loop: Loop,
-    ) -> None:
-        self.model, self.method, self.optimizer = model, method, optimizer
-        self.weights, self.ranks, self.loop, self.scaler = weights, ranks, loop, scaler
-        self.microbatch_loss, self.on_incomplete = microbatch_loss, on_incomplete
-        self.seed = seed
+    model: nn.Module
+    method: Method
+    optimizer: torch.optim.Optimizer
+    weights: Weights
+    ranks: Ranks
+    seed: int
+    microbatch_loss: MicrobatchLoss
+    on_incomplete: OnIncomplete
+    scaler: torch.amp.GradScaler | None
+    loop: Loop
+
+    def __post_init__(self) -> None:
+        model, method, weights = self.model, self.method, self.weights
         self.number = 0
         """Optimizer steps taken since training began."""
         self.incomplete = 0
-        self.signs: list[tuple[int, int, bool]] = []
-        """Of the first steps: step, pass, and the sign that all gradients of its output had."""
-        self.several = len(method.passes) > 1
-        self._steered = method.steered
-        self.rests = method.steered and not method.has_clean_pass and bool(tracked_norms(model))
-        """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
-        those gathered at perturbed weights do not fit the true ones."""
+        """Of these, steps that did not have all passes."""
         self.divisor = 1.0
         """By how much the loop divided each loss in the last step."""
-        self.history = History(self)
-        self.step = Step(self)
-        self.pull_is_loss = False
-        """Whether nothing but a loss is seen of the model, and its value stands for the pull."""
+        self.several, self.steered = len(method.passes) > 1, method.steered
+        self.perturbs = method.perturbs
+        self.rests = self.steered and not method.has_clean_pass and bool(tracked_norms(model))
+        """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
+        those gathered at perturbed weights do not fit the true ones."""
+        self._freezes = method.has_clean_pass or self.rests
+        noises = [p.perturbation for p in method.passes if p.perturbation is not None]
+        self.states: dict[Perturbation, State] = {n: n.init(weights) for n in noises}
+        """What perturbations remember; equal ones of several passes share it."""
+        for noise, state in self.states.items():
+            if noise.steering is not None:
+                state["steering"] = [noise.steering.init(weights.sizes)]
+        self.halvings = 0
+        self.statistics = SharedStatistics(model, method, self.ranks)
+        self.signs: list[tuple[int, int, bool]] = []
+        """Of the first steps: step, pass, and the sign that all gradients of its output had."""
         self.stepping = 0
         """How deep in the optimizer's step: a subclass may call `super().step()`."""
         self.in_closure = self.probing = False
         self.holding: Running | None = None
         """The pass that the user holds open (`with run:`), also after its weights were put back."""
-        self.leaves = Leaves(
-            model, optimizer, [slot.param for slot in weights.params], self._arrive
-        )
+        self.leaves = Leaves(self)
+        self.step = Step(self)
         self._marks: tuple[object, ...] | None = None
         self._unaccounted = 0
         self._passed = False
         """Whether a pass ran since the last step of the optimizer."""
-
-    @property
-    def meters_passes(self) -> bool:
-        """Whether the rise is measured on each pass's own gradient: those of others add to it, of
-        other passes or of other ranks. Sharded gradients are there as a whole only."""
-        alone = not self.several and not self.ranks.averages
-        return self.metered and not alone and not self.weights.shards.several
-
-    @property
-    def adds_passes(self) -> bool:
-        """Whether the gradients of passes are put aside for each other and added up by us."""
-        ours = not (self.ranks.averages or self.weights.shards.several)
-        return ours and not self.leaves.hooked
-
-    def slope_factor(self, noise: Perturbation, step: Step) -> float:
-        """What the measured slopes are multiplied by to be those of the loss itself."""
-        if self.meters_passes:
-            return step.divisor
-        factor = 1.0 if self.microbatch_loss == "mean" else 1 / len(step.done)
-        if self.weights.shards.several:  # the mean over replicas, each with a noise of its own
-            weight = sum(p.weight for p in self.method.passes if p.perturbation == noise)
-            own = self.ranks.columns if self.ranks.noise == "rank" else 1
-            factor *= own / weight if weight else 0.0
-        return factor
-
-    @property
-    def perturbs_now(self) -> bool:
-        """Whether there is a parameter to perturb: all that were may be frozen by now."""
-        return any(p.noisy for p in self.weights.params)
-
-    @property
-    def running(self) -> Running | None:
-        return self.step.running
 
     def new_step(self) -> None:
         self.step = Step(self)
@@ -132,9 +106,6 @@ class Training:
     def new_step_if_abandoned(self) -> None:
         if self.step.settled or self.step.abandoned():
             self.new_step()
-
-    def _arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
-        return self.step.arrive(number, leaf, grad)
 
     def next_pass(self) -> tuple[int, float]:
         """The pass whose turn it is in an unchanged loop, and the factor of its gradients."""
@@ -145,11 +116,6 @@ class Training:
             losses = losses if self.microbatch_loss == "mean" else 1
         return index, passes[index].weight * losses
 
-    def set_gradients_aside(self) -> dict[Tensor, Tensor | None]:
-        """Take all gradients away, to be given back."""
-        ddp = self.ranks.ddp
-        return self.leaves.set_aside(copy=ddp is not None and ddp.gradient_as_bucket_view)
-
     # ------------------------------------------------------------------ moving the weights
 
     def begin(
@@ -158,7 +124,7 @@ class Training:
         factor: float = 1.0,
         *,
         share: float = 1.0,
-        held: str = "",
+        held: object = None,
         apart: bool = False,
     ) -> Running:
         """Put the eps of a pass into the weights and weigh its gradients by `factor`."""
@@ -167,7 +133,7 @@ class Training:
             self.stepping = 0
             self.new_step()
         self._check_accounted()
-        if self.number == 0 and self.method.steered and self.optimizer.state and not self._passed:
+        if self.number == 0 and self.steered and self.optimizer.state and not self._passed:
             warnings.warn(
                 "The optimizer has taken steps before steppe was attached: a loss rise is ramped by "
                 "how much has been learnt since, so the perturbation stays weak. Load the perturber's "
@@ -178,11 +144,11 @@ class Training:
         self.step.running = running
         try:
             if self.method.passes[index].perturbation is not None:
-                if self.resting:
-                    running.frozen = FollowingStatistics(self.model, self.number // REST)
+                if self.step.resting:
+                    running.statistics = FollowingStatistics(self.model, self.number // REST)
                 else:
-                    if self.method.has_clean_pass or self.rests:
-                        running.frozen = FrozenStatistics(self.model)
+                    if self._freezes:
+                        running.statistics = FrozenStatistics(self.model)
                     self.move(index, self._draw(index))
             self.step.open(running)
         except BaseException:
@@ -197,21 +163,11 @@ class Training:
             stream += len(self.method.passes) * self.step.done.count(index)
         return Draw(self.seed, self.number, stream, self.ranks.replica, planned.sign)
 
-    @property
-    def resting(self) -> bool:
-        return self.rests and self.number % REST == 0
-
-    @property
-    def metered(self) -> bool:
-        """Whether the loss rise is measured in this step: in the first ones, then in some."""
-        now = self.number <= OPENING or self.number % PERIOD == 1
-        return self._steered and now and not self.resting
-
     def gain(self, noise: Perturbation) -> Tensor | None:
         """The factor that a steered perturbation's strength has now, on the device."""
         if (steering := noise.steering) is None:
             return None
-        (state,) = self.history.states[noise]["steering"]
+        (state,) = self.states[noise]["steering"]
         if steering.linear:  # rise / ‖g‖ is in the loss's own unit
             return steering.ramp(state) * self.loss_scale() / self.divisor
         return steering.factor(state)
@@ -225,18 +181,17 @@ class Training:
         self.weights.save()
         with torch.no_grad():
             self.weights.gain = self.gain(noise)
-            self.weights.frozen.metered = noise.steering is not None and self.metered
-            noise.move(self.weights, self.history.states[noise], draw, gradient)
+            self.weights.frozen.metered = noise.steering is not None and self.step.metered
+            noise.move(self.weights, self.states[noise], draw, gradient)
         self.weights.frozen.check_begun(noise)
         self.weights.watch()
         torch.clear_autocast_cache()
 
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
-        running = self.running
-        self.step.close(count=False)
-        if running is not None and running.frozen is not None:
-            running.frozen.thaw()
+        running, self.step.running = self.step.running, None
+        if running is not None and running.statistics is not None:
+            running.statistics.thaw()
         if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
@@ -246,31 +201,28 @@ class Training:
 
     def finish(self, running: Running) -> None:
         """The backward of a pass is over: put the weights back and count it."""
-        if self.running is running:
-            frozen, running.frozen = running.frozen, None
+        if self.step.running is running:
             try:
                 self.weights.frozen.check_ran()
-                self.step.close(count=True)
+                self.step.close(running)
             finally:
-                if frozen is not None:
-                    frozen.thaw()
                 self._marks = None
                 self.restore()
             self._marks, self._passed = self._marks or self.weights.marks(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
-        marks = self.weights.marks()
-        if self._passed and self._marks is not None and marks != self._marks:
-            self._unaccounted += 1
-            if self._unaccounted > 1:
-                raise RuntimeError(
-                    "The weights were updated twice without a step of the attached "
-                    f"{type(self.optimizer).__name__}, so every pass would draw the same noise. "
-                    "Attach the optimizer whose step() updates the weights, and update them by "
-                    "optimizer.step() alone."
-                )
-        self._marks = marks
+        if not self._passed or self._marks is None:
+            return
+        before, self._marks = self._marks, self.weights.marks()
+        self._unaccounted += self._marks != before
+        if self._unaccounted > 1:
+            raise RuntimeError(
+                "The weights were updated twice without a step of the attached "
+                f"{type(self.optimizer).__name__}, so every pass would draw the same noise. "
+                "Attach the optimizer whose step() updates the weights, and update them by "
+                "optimizer.step() alone."
+            )
 
     def forget_marks(self) -> None:
         """Somebody writes the weights who may (`load_state_dict`, the optimizer)."""
@@ -294,19 +246,6 @@ class Training:
 
     # ------------------------------------------------------------------ the optimizer's step
 
-    @contextmanager
-    def closure(self) -> Iterator[None]:
-        """Around a closure that the optimizer calls: passes within its step are its own."""
-        self.in_closure = True
-        try:
-            yield
-        except BaseException:
-            self.stepping = 0
-            self.new_step()
-            raise
-        finally:
-            self.in_closure = False
-
     def step_taken(self) -> None:
         if not self.step.idle:
             self.number += 1
@@ -321,15 +260,15 @@ class Training:
         return self.scaler.scale(one).to(self.weights.dtype)
 
     def check_scaler(self) -> None:
-        """A scaler nobody announced is about to step: refuse what it would make wrong."""
+        """A scaler steps the optimizer: refuse what it would make wrong if nobody announced it."""
         if self.scaler is not None:
             return
-        noted = self.several and any(n.learns_from == "pass" for n in self.history.states)
-        reads = noted or self.method.steered
-        if self.step.loss_unscaled or reads:
+        unscaled = self.step.loss_unscaled
+        noted = self.several and any(n.learns_from == "pass" for n in self.states)
+        if unscaled or noted or self.steered:
             problem = (
                 "perturber.backward() did not multiply the loss by its scale"
-                if self.step.loss_unscaled
+                if unscaled
                 else f"{self.method.name}() reads gradients inside backward, where they are "
                 "multiplied by its scale"
             )
@@ -338,9 +277,52 @@ class Training:
                 "attach(..., scaler=scaler)."
             )
 
+    def compare_losses(self, running: Running, gradient: Tensor) -> None:
+        """Warn where micro-batches look like different losses (a discriminator's real and fake):
+        in two steps, their gradients have one sign each, and not the same."""
+        if gradient.dim() == 0 or gradient.numel() != gradient.shape[0] or gradient.is_meta:
+            return
+        low, high = float(gradient.min()), float(gradient.max())
+        if low < 0 < high or low == high == 0:
+            return
+        self.signs.append((self.number, running.index, high > 0))
+        steps, passes, signs = (set(column) for column in zip(*self.signs, strict=True))
+        by_pass = {entry[1:] for entry in self.signs}
+        if len(steps) == EARLY and len(by_pass) == len(passes) and len(signs) == 2:
+            warnings.warn(
+                "Two backwards of one step look like different losses (their gradients have opposite "
+                f"signs), as in a discriminator's loop, but {self.method.name}() takes them for "
+                "micro-batches and perturbs the second alone. Run each pass over the whole loss: "
+                f"{self.loop.hold}.",
+                stacklevel=2,
+            )
+            self.signs.clear()
+
+    def watch_pull(self, running: Running, output: Any) -> None:
+        """Measure how hard the loss pulls on the outputs: for a mean cross-entropy twice the mean of
+        1 - p. Models that return their loss beside logits are watched at the logits."""
+        if self.loop.outputs is not None:
+            output = self.loop.outputs(output)
+        if isinstance(output, Mapping) and output.get("logits") is not None:
+            output = output["logits"]
+        leaves = pytree.tree_leaves(output)
+        tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        outputs = [t for t in tensors if t.numel() > 1]
+        for tensor in outputs:
+            tensor.register_hook(partial(_add_pull, running))
+        self.step.pull_is_loss = not outputs
+        if not outputs and tensors:
+            running.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
+
     def let_go(self) -> None:
         """Forget the model: a perturber that is kept must not keep a DDP object alive."""
         self.leaves.let_go()
         self.ranks.let_go()
         self.weights.free()
         self.model = nn.Module()
+
+
+def _add_pull(running: Running, gradient: Tensor) -> None:
+    wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
+    pull = gradient.detach().abs().sum(dtype=wide)
+    running.pull = pull if running.pull is None else running.pull + pull

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy, decay_and_add
 from steppe.frozen import FrozenLayers, FrozenLinear
-from steppe.layout import Perturbed, group_factors, local, repeated, widest
+from steppe.layout import ALREADY, Perturbed, Watch, group_factors, local, repeated, widest
 from steppe.noise import Draw
 from steppe.shards import Shards
-from steppe.watch import ALREADY, Watch, written_by_others
 
 _away: WeakSet[Weights] = WeakSet()
 """Who has moved weights at present: two must never move the same ones."""
@@ -197,7 +196,7 @@ class Weights:
             _away.discard(self)
             self.shards.reshard()
             if written and not quiet:
-                raise written_by_others(written)
+                raise written
 
     def free(self) -> None:
         """Put the true weights back and let go of the memory for them."""

@@ -17,7 +17,7 @@ from steppe.analysis.problem import Problem
 from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
-from steppe.perturbing import perturbed
+from steppe.attaching import perturbed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steppe.attaching import attach
+from steppe.hooks import Hook
 from steppe.integrations.loops import (
     check_accumulation,
     check_arguments,
     fill_in_length,
     named,
 )
-from steppe.intercept import Hook
 from steppe.methods import Method
 from steppe.passes import Run
 from steppe.perturber import Perturber

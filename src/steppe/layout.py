@@ -113,19 +113,19 @@ def stored(params: Sequence[Perturbed]) -> list[Tensor]:
 
 
 def group_factors(
-    params: Sequence[Perturbed], optimizer: torch.optim.Optimizer | None, *, uphill: bool = False
-) -> list[float]:
-    """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
+    optimizer: torch.optim.Optimizer | None, *, uphill: bool = False
+) -> dict[nn.Parameter, float]:
+    """The parameters' own factors (`strength=` in their group) other than 1, as the optimizer has them now.
 
     `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
     """
-    found = {}
+    found: dict[nn.Parameter, float] = {}
     for group in optimizer.param_groups if optimizer else ():
         factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
         factor = -factor if uphill and group.get("maximize", False) else factor
         if factor != 1:
             found.update(dict.fromkeys(group["params"], factor))
-    return [found.get(p.param, 1.0) for p in params] if found else [1.0] * len(params)
+    return found
 
 
 def repeated(params: Sequence[Perturbed], values: Sequence[float], dtype: torch.dtype) -> Tensor:

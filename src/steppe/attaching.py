@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
 from steppe.frozen import FrozenLinear, LowRank, find_frozen
 from steppe.hooks import Hooks, attached
-from steppe.layout import is_sharded
+from steppe.layout import Shards, is_sharded
 from steppe.methods import Method
 from steppe.perturber import Perturber
-from steppe.shards import Shards
 from steppe.training import Loop, MicrobatchLoss, OnIncomplete, Training
 from steppe.weights import Weights
 

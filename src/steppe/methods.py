@@ -19,12 +19,13 @@ from typing import Literal
 
 from torch import nn
 
-from steppe.ascents import Ascent, MomentumAscent
 from steppe.defaults import MIXED_RATIOS, RATIOS, Ratios
 from steppe.perturbations import (
     AdaptiveGaussian,
+    Ascent,
     ElementwiseGaussian,
     Gaussian,
+    MomentumAscent,
     Perturbation,
 )
 from steppe.schedules import Strength, needs_steps, with_steps

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from steppe.attaching import check_seed, parameter_names, warn_unmatched
+from steppe.layout import Shards, sharding
 from steppe.noise import Draw
-from steppe.shards import Shards, sharding
 from steppe.weights import Weights
 
 

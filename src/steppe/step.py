@@ -194,7 +194,7 @@ class Step:
                 )
                 grads = [None if g is None else next(there) for g in grads]
             noted = self.notes.get(noise, [])
-            self.notes[noise] = noise.collect_all(training.weights, grads, noted)
+            self.notes[noise] = noise.collect(training.weights, grads, noted)
 
     def compare_losses(self, running: Running, gradient: Tensor) -> None:
         """Warn where micro-batches look like different losses (a discriminator's real and fake):

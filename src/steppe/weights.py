@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from steppe.flat import Block, Flat, FlatMemory, Memory, by_block
 from steppe.frozen import FrozenLayers, FrozenLinear
-from steppe.layout import Perturbed, group_factors, local, repeated, widest
+from steppe.layout import Perturbed, Shards, group_factors, local, repeated, widest
 from steppe.noise import Draw
-from steppe.shards import Shards
 from steppe.watch import ALREADY, Watch, written_by_others
 
 _away: WeakSet[Weights] = WeakSet()
@@ -110,6 +109,10 @@ class Weights:
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
         return self.filter_norms() * self._per_entry
+
+    def norm_per_entry(self) -> Tensor:
+        """‖w‖ / sqrt(d): the std at which all weights together are displaced by their length."""
+        return torch.linalg.vector_norm(self.filter_norms()) * self.sizes.sum().rsqrt()
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""

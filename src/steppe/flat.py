@@ -79,15 +79,15 @@ class Part:
 class Block:
     """What this rank holds of a block of noise: a stretch of flat memory that is written at once."""
 
-    def __init__(self, number: int, noise: int, parts: list[Part], first_row: int) -> None:
+    def __init__(self, number: int, noise: int, parts: list[Part], first_run: int) -> None:
         self.number, self._noise, self.parts = number, noise, parts
         self.owners = [part.member.owner for part in parts]
         self._whole = all(part.rows == part.member.rows for part in parts)
         self.runs = runs_of([(part.rows, part.member.length) for part in parts])
-        self.counts, start = [rows for rows, _ in self.runs], parts[0].begin
-        self.rows = slice(first_row, first_row + sum(self.counts))
+        self.at = slice(first_run, first_run + len(self.runs))
+        """Its runs among those of all blocks."""
         self.size = sum(math.prod(run) for run in self.runs)
-        self.place = slice(start, start + self.size)
+        self.place = slice(parts[0].begin, parts[0].begin + self.size)
         self.targets = [part.of(part.member.values) for part in parts]
         self.direct = self.memory_of(self.targets)
         """A single parameter's own rows, which are written in place: one stream of memory less."""
@@ -163,15 +163,17 @@ class Flat:
         self.filters = torch.tensor(numbers, dtype=torch.long, device=like.device)
         """The number of the filter that each row is (a part of)."""
         self.rows = len(numbers)
-        self._matrices = matrices(self.backup, runs_of([(m.rows, m.length) for m in members]))
-        self._norms = torch.empty(self.rows, dtype=like.dtype, device=self.device)
-        self._norms_by_length = self._norms.split([len(matrix) for matrix in self._matrices])
         self.blocks: list[Block] = []
         for number, stretches in noise.items():
             mine = (Part(self.members[s.owner], s) for s in stretches if s.owner in self.members)
             if parts := [part for part in mine if part.rows > 0]:
-                row = self.blocks[-1].rows.stop if self.blocks else 0
-                self.blocks.append(Block(number, stretches[-1].stop, parts, row))
+                run = self.blocks[-1].at.stop if self.blocks else 0
+                self.blocks.append(Block(number, stretches[-1].stop, parts, run))
+        self.counts = [rows for block in self.blocks for rows, _ in block.runs]
+        self._matrices = matrices(self.backup, runs_of([(m.rows, m.length) for m in members]))
+        self._norms = torch.empty(self.rows, dtype=like.dtype, device=self.device)
+        self._norms_by_length = self._norms.split([len(matrix) for matrix in self._matrices])
+        self._norms_by_run = self._norms.split(self.counts)
         self.true = {block: Memory(block, self.backup[block.place]) for block in self.blocks}
         """The backup of each block."""
         self._kept: list[dict[Block, tuple[list[Tensor], Memory]]] = []
@@ -237,10 +239,7 @@ class Flat:
         """‖·‖ of each row of the backup, or of these tensors; good until the next call."""
 
         def of_block(flat: Flat, block: Block) -> None:
-            norms_(
-                flat.loaded(block, given or {}).matrices,
-                self._norms[block.rows].split(block.counts),
-            )
+            norms_(flat.loaded(block, given or {}).matrices, self._norms_by_run[block.at])
 
         if given is None:
             norms_(self._matrices, self._norms_by_length)

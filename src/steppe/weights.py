@@ -262,20 +262,22 @@ class Weights:
         """weights <- weights + sign * size * eps, block by block; `size` has one for each filter."""
         again, self._written = self._written, True
         sizes = {
-            flat: size.index_select(0, flat.filters).to(flat.device, flat.wide)[:, None]
+            flat: size.index_select(0, flat.filters)
+            .to(flat.device, flat.wide)
+            .unsqueeze(1)
+            .split_with_sizes(flat.counts)
             for flat in self._flat.flats
         }
 
         def write(flat: Flat, block: Block) -> None:
-            out, its = flat.scratch(block), sizes[flat][block.rows]
+            out, its = flat.scratch(block), sizes[flat][block.at]
             unit = eps(flat, block, out).matrices
             if block.direct is not None:
-                block.direct.matrices[0].addcmul_(unit[0], its, value=sign)
+                block.direct.matrices[0].addcmul_(unit[0], its[0], value=sign)
                 return
             # a second write goes on from the first
             base = flat.moved(block, flat.new(block)) if again else flat.true[block]
-            rows = its.split(block.counts)
-            for parts in zip(base.matrices, unit, rows, out.matrices, strict=True):
+            for parts in zip(base.matrices, unit, its, out.matrices, strict=True):
                 torch.addcmul(*parts[:3], value=sign, out=parts[3])
             torch._foreach_copy_(block.targets, out.views)
 

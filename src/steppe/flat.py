@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored
+from steppe.layout import Perturbed, Stretch, local, matrices, noise_blocks, runs_of, stored, widest
 from steppe.noise import PARALLEL_FROM, spread, standard_normal_
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
@@ -155,8 +155,7 @@ class Flat:
         self.values = [m.values for m in members]
         self.views = self.views_of(self.backup)
         regular = all(m.regular for m in members)
-        lines = [m.values.as_strided((m.values.numel(),), (1,)) for m in members if regular]
-        self._lines = lines
+        self._lines = [m.values.as_strided((m.values.numel(),), (1,)) for m in members if regular]
         """The values in the order of flat memory, where that is their own."""
         firsts = [(m.owner.filters.start + m.first, m.rows) for m in members]
         numbers = [number for first, rows in firsts for number in range(first, first + rows)]
@@ -177,7 +176,7 @@ class Flat:
         self.true = {block: Memory(block, self.backup[block.place]) for block in self.blocks}
         """The backup of each block."""
         self._kept: list[dict[Block, tuple[list[Tensor], Memory]]] = []
-        self._scratch: Memory | None = None
+        self._scratch = self.new(self.blocks[0]) if len(self.blocks) == 1 else None
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         return [m.view(flat, m.start, m.rows) for m in self.members.values()]
@@ -188,7 +187,7 @@ class Flat:
         return [now if now.shape == old.shape else old for now, old in pairs]
 
     def save(self) -> None:
-        if self._lines:
+        if self._lines and len(self.blocks) == 1:
             torch.cat(self._lines, out=self.backup)
         else:
             torch._foreach_copy_(self.views, self.values)
@@ -204,12 +203,7 @@ class Flat:
 
     def scratch(self, block: Block) -> Memory:
         """Memory for a block. Where there is only one block, its views are made once."""
-        if len(self.blocks) > 1:
-            return self.new(block)
-        if self._scratch is None:
-            with torch.inference_mode(False):
-                self._scratch = self.new(block)
-        return self._scratch
+        return self._scratch or self.new(block)
 
     def new(self, block: Block) -> Memory:
         return Memory(block, torch.empty(block.size, dtype=self.wide, device=self.device))
@@ -234,6 +228,11 @@ class Flat:
             return block.direct
         torch._foreach_copy_(out.views, block.targets)
         return out
+
+    def by_run(self, vector: Tensor) -> Sequence[Tensor]:
+        """What a vector over all filters has for the rows of each block's runs, as columns."""
+        column = vector.index_select(0, self.filters).to(self.device, self.wide).unsqueeze(1)
+        return column.split_with_sizes(self.counts)
 
     def row_norms(self, given: Given | None = None) -> Tensor:
         """‖·‖ of each row of the backup, or of these tensors; good until the next call."""
@@ -298,21 +297,6 @@ class FlatMemory:
         return self.flats
 
 
-def runs_of(rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(number, length) of rows, neighbours of one length taken together."""
-    runs: list[tuple[int, int]] = []
-    for number, length in rows:
-        before = runs.pop()[0] if runs and runs[-1][1] == length else 0
-        runs.append((before + number, length))
-    return runs
-
-
-def matrices(flat: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Flat memory as one matrix for each run of rows of one length."""
-    pieces = flat.split([math.prod(run) for run in runs])
-    return [piece.view(run) for piece, run in zip(pieces, runs, strict=True)]
-
-
 def norms_(parts: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     for part, norms in zip(parts, out, strict=True):
         torch.linalg.vector_norm(part, dim=1, dtype=norms.dtype, out=norms)
@@ -334,3 +318,28 @@ def by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None
     for flat in flats:
         serial = flat.device.type != "cpu" or flat.backup.numel() < PARALLEL_FROM
         spread(partial(work, flat), flat.blocks, 1 if serial else torch.get_num_threads())
+
+
+def decay_and_add(
+    memory: Sequence[Tensor],
+    new: Sequence[Tensor | None],
+    decay: float,
+    scale: float,
+    square: bool,
+    sum_: Callable[[Tensor], Tensor],
+) -> None:
+    """memory <- decay memory + scale new (or new²) on the CPU, where a norm can be asked for without
+    waiting: whole tensors then, and nothing at all where one is not finite."""
+    pairs = [(local(m), local(v)) for m, v in zip(memory, new, strict=True) if v is not None]
+    wide = widest(m.dtype for m in memory)
+    norms = torch._foreach_norm([v for _, v in pairs], 2, dtype=wide) if pairs else []
+    norm = torch.stack([*norms, torch.zeros((), dtype=wide)]).sum()
+    if not sum_(norm) < torch.inf:
+        return
+    torch._foreach_mul_([local(m) for m in memory], decay)
+    if pairs:
+        kept, values = [m for m, _ in pairs], [v.to(m.dtype) for m, v in pairs]
+        if square:
+            torch._foreach_addcmul_(kept, values, values, scale)
+        else:
+            torch._foreach_add_(kept, values, alpha=scale)

@@ -10,6 +10,7 @@ Noise belongs to places in the full parameters: a block of it is a run of whole 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,6 +160,21 @@ def noise_blocks(params: Sequence[Perturbed]) -> list[list[Stretch]]:
     return blocks
 
 
+def runs_of(rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(number, length) of rows, neighbours of one length taken together."""
+    runs: list[tuple[int, int]] = []
+    for number, length in rows:
+        before = runs.pop()[0] if runs and runs[-1][1] == length else 0
+        runs.append((before + number, length))
+    return runs
+
+
+def matrices(flat: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Flat memory as one matrix for each run of rows of one length."""
+    pieces = flat.split([math.prod(run) for run in runs])
+    return [piece.view(run) for piece, run in zip(pieces, runs, strict=True)]
+
+
 class Shards:
     """The ranks that together hold one copy of the weights. By default this rank holds it all."""
 
@@ -214,6 +230,12 @@ class Shards:
     def counts(self, tensor: Tensor) -> bool:
         """Whether this rank's part belongs in a sum: what every rank has whole counts once."""
         return self._first or is_sharded(tensor)
+
+    def counted(self, given: dict[Perturbed, Tensor | None]) -> dict[Perturbed, Tensor | None]:
+        """Tensors by parameter, without those that another rank counts in a sum."""
+        if not self.several:
+            return given
+        return {p: t if self.counts(p.param) else None for p, t in given.items()}
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the other shards."""

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from steppe.flat import Block, Flat, FlatMemory, Memory, by_block
+from steppe.flat import Block, Flat, FlatMemory, Memory, by_block, decay_and_add
 from steppe.frozen import FrozenLayers, FrozenLinear
 from steppe.layout import Perturbed, Shards, group_factors, local, repeated, widest
 from steppe.noise import Draw
@@ -130,7 +130,7 @@ class Weights:
     @torch.no_grad()
     def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        given = self._counted(params, tensors)
+        given = self.shards.counted(dict(zip(params, tensors, strict=True)))
 
         def squared(flat: Flat, block: Block) -> Tensor:
             norm: Tensor = torch.linalg.vector_norm(flat.loaded(block, given).flat, dtype=flat.wide)
@@ -140,17 +140,10 @@ class Weights:
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
-        flat = (
-            {}
-            if self.shards.several
-            else {p: t for flat in self._flat.now() for p, t in flat.keep().items()}
-        )
-        return [
-            flat[p]
-            if p in flat
-            else torch.zeros_like(p.param, dtype=torch.promote_types(p.dtype, torch.float32))
-            for p in self.params
-        ]
+        flats = [] if self.shards.several else self._flat.now()
+        made = {p: t for flat in flats for p, t in flat.keep().items()}
+        kinds = [(p, torch.promote_types(p.dtype, torch.float32)) for p in self.params]
+        return [made[p] if p in made else torch.zeros_like(p.param, dtype=d) for p, d in kinds]
 
     def strengths(self) -> Tensor:
         """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
@@ -261,13 +254,7 @@ class Weights:
     ) -> None:
         """weights <- weights + sign * size * eps, block by block; `size` has one for each filter."""
         again, self._written = self._written, True
-        sizes = {
-            flat: size.index_select(0, flat.filters)
-            .to(flat.device, flat.wide)
-            .unsqueeze(1)
-            .split_with_sizes(flat.counts)
-            for flat in self._flat.flats
-        }
+        sizes = {flat: flat.by_run(size) for flat in self._flat.flats}
 
         def write(flat: Flat, block: Block) -> None:
             out, its = flat.scratch(block), sizes[flat][block.at]
@@ -289,7 +276,7 @@ class Weights:
     @torch.no_grad()
     def dot_eps(self, grads: Sequence[Tensor | None]) -> Tensor:
         """<eps, g> for one gradient (or None) of each moved parameter, while eps is in the weights."""
-        given = self._counted(self.moved, grads)
+        given = self.shards.counted(dict(zip(self.moved, grads, strict=True)))
 
         def multiplied(flat: Flat, block: Block) -> Tensor:
             out = flat.scratch(block)
@@ -297,15 +284,6 @@ class Weights:
             return out.flat.mul_(flat.loaded(block, given, flat.new(block)).flat).sum()
 
         return self._total(self._flat.flats if self.moved else [], multiplied)
-
-    def _counted(
-        self, params: Sequence[Perturbed], tensors: Sequence[Tensor | None]
-    ) -> dict[Perturbed, Tensor | None]:
-        """Tensors by parameter, without those that another rank counts in a sum over shards."""
-        given = dict(zip(params, tensors, strict=True))
-        if not self.shards.several:
-            return given
-        return {p: t if self.shards.counts(p.param) else None for p, t in given.items()}
 
     def _total(self, flats: Sequence[Flat], of: Callable[[Flat, Block], Tensor]) -> Tensor:
         """The sum over all blocks, and shards, in the same order whatever the threads."""
@@ -334,6 +312,9 @@ class Weights:
         If any value is not finite, the whole step is dropped, without asking the device.
         """
         flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
+        if flats and all(f.device.type == "cpu" and len(f.blocks) > 1 for f in flats):
+            decay_and_add(memory, values, decay, float(scale), square, self.shards.sum_)
+            return
         kept = dict(zip(self.params, memory, strict=True))
         single: dict[Flat, Memory] = {}
 

@@ -168,7 +168,10 @@ class Unfinished(steppe.Perturbation):
     [
         ({"learns_from": "step"}, "learn"),
         ({"learns_from": "pass"}, "collect"),
-        ({"learns_from": "pass", "collect": lambda self, grad, noted: grad}, "learn_noted"),
+        (
+            {"learns_from": "pass", "collect": lambda self, weights, grads, noted: grads},
+            "learn_noted",
+        ),
     ],
 )
 def test_a_hook_that_an_own_perturbation_lacks_is_named(defined, lacking):

@@ -219,11 +219,14 @@ def test_notes_of_a_whole_pass_are_those_of_each_parameter(named, method):
     noise, weights = method.passes[0].perturbation, weights_for(named)
     passes = [[torch.randn_like(p) for _, p in named] for _ in range(3)]
     passes[0][0] = passes[1][0] = passes[1][4] = None
-    together, single = [], []
+    together, single = [], [[] for _ in named]
+    alone = [weights_for([one]) for one in named]
     for grads in passes:
-        together = noise.collect_all(weights, grads, together)
-        single = steppe.Perturbation.collect_all(noise, weights, grads, single)
-    for a, b in zip(together, single, strict=True):
+        together = noise.collect(weights, grads, together)
+        single = [
+            noise.collect(*parts) for parts in zip(alone, [[g] for g in grads], single, strict=True)
+        ]
+    for a, (b,) in zip(together, single, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, check_dtype=False)
 
 
@@ -475,3 +478,13 @@ def test_free_lets_go_of_the_memory():
     weights.save()
     weights.restore()
     assert equal(true, values(named))
+
+
+def test_a_scalar_and_an_empty_parameter_have_a_radius():
+    named = parameters("scalar", "empty", "matrix")
+    model = nn.Module()
+    for name, param in named:
+        model.register_parameter(name, param)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    perturber = steppe.attach(model, optimizer, steppe.arwp(0.1, elementwise=True))
+    assert perturber.stats()["displacement"] > 0

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from steppe import report as report
     from steppe import testing as testing
     from steppe.analysis import theory as theory
-    from steppe.ascents import Ascent, MomentumAscent
     from steppe.attaching import attach, perturbed
     from steppe.batchnorm import recompute_norm_stats
     from steppe.distributed import process_group
@@ -30,7 +29,13 @@ if TYPE_CHECKING:
         sam,
         sgd,
     )
-    from steppe.perturbations import AdaptiveGaussian, Gaussian, Perturbation
+    from steppe.perturbations import (
+        AdaptiveGaussian,
+        Ascent,
+        Gaussian,
+        MomentumAscent,
+        Perturbation,
+    )
     from steppe.perturber import Perturber, Probe
     from steppe.schedules import Schedule, constant, cosine_increase, linear
 
@@ -69,7 +74,6 @@ __all__ = [
 ]
 
 _MODULES = (
-    "ascents",
     "attaching",
     "batchnorm",
     "distributed",

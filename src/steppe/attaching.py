@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from steppe.distributed import AscentOf, Asked, Noise, PassesOver, find_ranks
 from steppe.frozen import FrozenLinear, find_frozen
 from steppe.hooks import Hooks, attached
+from steppe.layout import Shards, sharding
 from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturber import Perturber
-from steppe.shards import Shards, sharding
 from steppe.training import Loop, MicrobatchLoss, OnIncomplete, Training
 from steppe.weights import Weights
 

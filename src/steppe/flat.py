@@ -7,17 +7,17 @@ instead of for each parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, repeat
+from operator import attrgetter, is_
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from steppe.layout import Perturbed, Stretch, local, noise_blocks, stored, widest
+from steppe.layout import Perturbed, Stretch, local, matrices, noise_blocks, runs_of, stored, widest
 from steppe.noise import PARALLEL_FROM, spread, standard_normal_
-from steppe.shards import Shards
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
 """Tensors like what this rank holds of parameters."""
@@ -79,24 +79,18 @@ class Part:
 class Block:
     """What this rank holds of a block of noise: a stretch of flat memory that is written at once."""
 
-    def __init__(
-        self, number: int, noise: int, parts: list[Part], backup: Tensor, first_row: int
-    ) -> None:
+    def __init__(self, number: int, noise: int, parts: list[Part], first_run: int) -> None:
         self.number, self._noise, self.parts = number, noise, parts
-        self._owners = [part.member.owner for part in parts]
+        self.owners = [part.member.owner for part in parts]
         self._whole = all(part.rows == part.member.rows for part in parts)
-        runs = self.runs = runs_of([(part.rows, part.member.length) for part in parts])
-        self.counts, start = [rows for rows, _ in runs], parts[0].begin
-        self.rows = slice(first_row, first_row + sum(self.counts))
-        self.size = sum(math.prod(run) for run in runs)
-        self.place = slice(start, start + self.size)
-        self.true = matrices(backup[self.place], runs)
+        self.runs = runs_of([(part.rows, part.member.length) for part in parts])
+        self.at = slice(first_run, first_run + len(self.runs))
+        """Its runs among those of all blocks."""
+        self.size = sum(math.prod(run) for run in self.runs)
+        self.place = slice(parts[0].begin, parts[0].begin + self.size)
         self.targets = [part.of(part.member.values) for part in parts]
-        self.odd = frozenset(n for n, part in enumerate(parts) if not part.member.regular)
-        self.direct: Tensor | None = None
+        self.direct = self.memory_of(self.targets)
         """A single parameter's own rows, which are written in place: one stream of memory less."""
-        if len(parts) == 1 and not self.odd and backup.dtype.itemsize >= 4:
-            self.direct = self.targets[0].as_strided(runs[0], (runs[0][1], 1))
 
     def draw_(self, out: Tensor, seed: int) -> None:
         """Unit noise. A block is drawn whole and then cut: torch's values depend on the number."""
@@ -106,47 +100,47 @@ class Block:
             noise = standard_normal_(out.new_empty(self._noise), seed)
             torch.cat([part.pick(noise) for part in self.parts], out=out)
 
-    def of(self, tensors: Given) -> list[Tensor | None]:
-        """This block's part of tensors that are like what this rank holds."""
-        found = [tensors[owner] for owner in self._owners]
-        plain = self._whole and PLAIN.issuperset(map(type, found))
-        if plain and not any(t is not None and t.is_sparse for t in found):
-            return found
-        pairs = zip(self.parts, found, strict=True)
+    def cut(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """This block's part of tensors that are like what this rank holds of its parameters."""
+        plain = self._whole and PLAIN.issuperset(map(type, tensors))
+        if plain and not any(map(attrgetter("is_sparse"), tensors)):
+            return tensors
+        pairs = zip(self.parts, tensors, strict=True)
         return [None if t is None else part.of(local(t)) for part, t in pairs]
 
-    def in_place(self, tensors: Given) -> Tensor | None:
-        """The rows of a single parameter in its tensor, if that has the memory of the parameter."""
-        part = self.parts[0]
-        tensor = tensors[part.member.owner] if self.direct is not None else None
-        if tensor is None or local(tensor).stride() != part.member.values.stride():
+    def memory_of(self, tensors: Sequence[Tensor | None]) -> Memory | None:
+        """The memory of its part of tensors, if that is a single one and lies like the parameter's."""
+        (tensor, *others), member = tensors, self.parts[0].member
+        if others or tensor is None or not member.regular or tensor.dtype.itemsize < 4:
             return None
-        return part.of(local(tensor)).as_strided(self.runs[0], (self.runs[0][1], 1))
+        if tensor.stride() != member.values.stride():
+            return None
+        return Memory(self, tensor.as_strided((self.size,), (1,)))
 
 
-class Scratch:
+class Memory:
     """Memory for a block, with its views by parameter and by length of filters."""
 
-    def __init__(self, block: Block, dtype: torch.dtype) -> None:
-        self._block, self.flat = block, block.targets[0].new_empty(block.size, dtype=dtype)
+    def __init__(self, block: Block, flat: Tensor) -> None:
+        self._parts, self._runs, self.flat = block.parts, block.runs, flat
 
     @cached_property
     def views(self) -> list[Tensor]:
-        parts, first = self._block.parts, self._block.parts[0].begin
-        return [part.member.view(self.flat, part.begin - first, part.rows) for part in parts]
+        first = self._parts[0].begin
+        return [p.member.view(self.flat, p.begin - first, p.rows) for p in self._parts]
 
     @cached_property
     def matrices(self) -> list[Tensor]:
-        return matrices(self.flat, self._block.runs)
+        return matrices(self.flat, self._runs)
 
 
 class Flat:
     """The backup of all active parameters of one device and dtype, as one stretch of memory."""
 
     def __init__(
-        self, params: Sequence[Perturbed], noise: Mapping[int, list[Stretch]], home: torch.device
+        self, params: Sequence[Perturbed], noise: Mapping[int, list[Stretch]], like: Tensor
     ) -> None:
-        """`noise`: blocks by their number. `home`: where vectors over all filters live."""
+        """`noise`: blocks by their number. `like`: a vector over all filters."""
         self.members: dict[Perturbed, Member] = {}
         size = 0
         for p in params:
@@ -160,19 +154,29 @@ class Flat:
         self.backup = torch.empty(size, dtype=self.dtype, device=self.device)
         self.values = [m.values for m in members]
         self.views = self.views_of(self.backup)
-        self.odd = frozenset(n for n, m in enumerate(members) if not m.regular)
-        self.runs = runs_of([(m.rows, m.length) for m in members])
+        regular = all(m.regular for m in members)
+        self._lines = [m.values.as_strided((m.values.numel(),), (1,)) for m in members if regular]
+        """The values in the order of flat memory, where that is their own."""
         firsts = [(m.owner.filters.start + m.first, m.rows) for m in members]
         numbers = [number for first, rows in firsts for number in range(first, first + rows)]
-        self.filters = torch.tensor(numbers, dtype=torch.long, device=home)
+        self.filters = torch.tensor(numbers, dtype=torch.long, device=like.device)
         """The number of the filter that each row is (a part of)."""
+        self.rows = len(numbers)
         self.blocks: list[Block] = []
         for number, stretches in noise.items():
             mine = (Part(self.members[s.owner], s) for s in stretches if s.owner in self.members)
             if parts := [part for part in mine if part.rows > 0]:
-                row = self.blocks[-1].rows.stop if self.blocks else 0
-                self.blocks.append(Block(number, stretches[-1].stop, parts, self.backup, row))
-        self._scratch: Scratch | None = None
+                run = self.blocks[-1].at.stop if self.blocks else 0
+                self.blocks.append(Block(number, stretches[-1].stop, parts, run))
+        self.counts = [rows for block in self.blocks for rows, _ in block.runs]
+        self._matrices = matrices(self.backup, runs_of([(m.rows, m.length) for m in members]))
+        self._norms = torch.empty(self.rows, dtype=like.dtype, device=self.device)
+        self._norms_by_length = self._norms.split([len(matrix) for matrix in self._matrices])
+        self._norms_by_run = self._norms.split(self.counts)
+        self.true = {block: Memory(block, self.backup[block.place]) for block in self.blocks}
+        """The backup of each block."""
+        self._kept: list[dict[Block, tuple[list[Tensor], Memory]]] = []
+        self._scratch = self.new(self.blocks[0]) if len(self.blocks) == 1 else None
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         return [m.view(flat, m.start, m.rows) for m in self.members.values()]
@@ -182,46 +186,73 @@ class Flat:
         pairs = ((p.values, m.values) for p, m in self.members.items())
         return [now if now.shape == old.shape else old for now, old in pairs]
 
-    def scratch(self, block: Block) -> Scratch:
+    def save(self) -> None:
+        if self._lines and len(self.blocks) == 1:
+            torch.cat(self._lines, out=self.backup)
+        else:
+            torch._foreach_copy_(self.views, self.values)
+
+    def keep(self) -> dict[Perturbed, Tensor]:
+        """Zeros like the parameters, in flat memory too: a step reads and writes them as one tensor."""
+        flat = torch.zeros(len(self.backup), dtype=self.wide, device=self.device)
+        tensors = dict(zip(self.members, self.views_of(flat), strict=True))
+        self._kept.append(
+            {b: ([tensors[p] for p in b.owners], Memory(b, flat[b.place])) for b in self.blocks}
+        )
+        return tensors
+
+    def scratch(self, block: Block) -> Memory:
         """Memory for a block. Where there is only one block, its views are made once."""
-        if len(self.blocks) > 1:
-            return Scratch(block, self.wide)
-        if self._scratch is None:
-            with torch.inference_mode(False):
-                self._scratch = Scratch(block, self.wide)
-        return self._scratch
+        return self._scratch or self.new(block)
 
-    def loaded(self, block: Block, tensors: Given) -> Scratch:
-        """Memory for a block with its part of these tensors in it."""
-        scratch = self.scratch(block)
-        copy(scratch.views, block.of(tensors), block.odd)
-        return scratch
+    def new(self, block: Block) -> Memory:
+        return Memory(block, torch.empty(block.size, dtype=self.wide, device=self.device))
 
-    def row_norms(self, dtype: torch.dtype, given: Given | None = None) -> Tensor:
-        """‖·‖ of each row of the backup, or of these tensors."""
-        norms = torch.empty(len(self.filters), dtype=dtype, device=self.device)
+    def loaded(self, block: Block, given: Given, out: Memory | None = None) -> Memory:
+        """A block's part of these tensors: where it is if they lie flat, otherwise copied to `out`."""
+        whole = [given[owner] for owner in block.owners]
+        for kept in self._kept:
+            tensors, memory = kept[block]
+            if all(map(is_, tensors, whole)):
+                return memory
+        parts = block.cut(whole)
+        if (memory_there := block.memory_of(parts)) is not None:
+            return memory_there
+        out = out or self.scratch(block)
+        copy(out.views, parts)
+        return out
 
-        def fill(parts: Sequence[Tensor], norms: Tensor) -> None:
-            for part, out in zip(parts, norms.split([len(part) for part in parts]), strict=True):
-                torch.linalg.vector_norm(part, dim=1, dtype=dtype, out=out)
+    def moved(self, block: Block, out: Memory) -> Memory:
+        """The values of a block's parameters as they are now."""
+        if block.direct is not None:
+            return block.direct
+        torch._foreach_copy_(out.views, block.targets)
+        return out
+
+    def by_run(self, vector: Tensor) -> Sequence[Tensor]:
+        """What a vector over all filters has for the rows of each block's runs, as columns."""
+        column = vector.index_select(0, self.filters).to(self.device, self.wide).unsqueeze(1)
+        return column.split_with_sizes(self.counts)
+
+    def row_norms(self, given: Given | None = None) -> Tensor:
+        """‖·‖ of each row of the backup, or of these tensors; good until the next call."""
 
         def of_block(flat: Flat, block: Block) -> None:
-            there = block.in_place(given or {})
-            parts = flat.loaded(block, given or {}).matrices if there is None else [there]
-            fill(parts, norms[block.rows])
+            norms_(flat.loaded(block, given or {}).matrices, self._norms_by_run[block.at])
 
         if given is None:
-            fill(matrices(self.backup, self.runs), norms)
+            norms_(self._matrices, self._norms_by_length)
         else:
             by_block([self], of_block)
-        return norms
+        return self._norms
 
 
 class FlatMemory:
     """Flat memory for all parameters, laid out anew when one was rebound, frozen or unfrozen."""
 
-    def __init__(self, params: Sequence[Perturbed], home: torch.device) -> None:
-        self._params, self._home = params, home
+    def __init__(self, params: Sequence[Perturbed], like: Tensor) -> None:
+        """`like`: a vector over all filters."""
+        self._params, self._like = params, like
         groups: dict[tuple[torch.device, torch.dtype], list[Perturbed]] = {}
         # frozen ones last: the noise of others should not lie between theirs
         for p in sorted(params, key=lambda p: (not p.active, p.length)):
@@ -232,72 +263,54 @@ class FlatMemory:
         self.noise = [{next(number): b for b in noise_blocks(g)} for g in self.groups]
         """The blocks of noise of each group, by their number."""
         self.blocks = next(number)
+        self._all = [p.param for p in params]
+        self._plain = PLAIN.issuperset(map(type, self._all))
         self.clear()
 
     def clear(self) -> None:
-        self._key: list[tuple[object, ...]] = []
+        self._key: tuple[list[object], ...] = ()
+        self.active: list[Perturbed] = []
+        """The parameters that it is laid out for."""
         self.flats: list[Flat] = []
+
+    def _who(self) -> list[object]:
+        return [p.active for p in self._params if p.always] or [p.requires_grad for p in self._all]
 
     def fits(self) -> bool:
         """Whether it is laid out for the parameters that are active now."""
-        return [key[-1] for key in self._key] == [p.active for p in self._params]
+        return bool(self._key) and self._key[0] == self._who()
 
     def now(self) -> list[Flat]:
         """The flat memory of the parameters as they are."""
-        pairs = zip(stored(self._params), self._params, strict=True)
-        key = [(t.data_ptr(), t.stride(), t.dtype, p.active) for t, p in pairs]
+        held: Sequence[Tensor] = self._all if self._plain else stored(self._params)
+        marks = ([t.data_ptr() for t in held], [t.stride() for t in held], [t.dtype for t in held])
+        key = (self._who(), *marks)
         if key != self._key:
             for p in self._params:
                 p.check_unconverted()
             self.clear()  # that memory is free before there is more
             with torch.inference_mode(False), torch.no_grad():
                 plans = zip(self.groups, self.noise, strict=True)
-                flats = [Flat(group, noise, self._home) for group, noise in plans]
-            self._key, self.flats = list(key), [flat for flat in flats if flat.members]
+                flats = [Flat(group, noise, self._like) for group, noise in plans]
+            self._key, self.flats = key, [flat for flat in flats if flat.members]
+            self.active = [p for p in self._params if p.active]
         return self.flats
 
 
-def runs_of(rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(number, length) of rows, neighbours of one length taken together."""
-    runs: list[tuple[int, int]] = []
-    for number, length in rows:
-        before = runs.pop()[0] if runs and runs[-1][1] == length else 0
-        runs.append((before + number, length))
-    return runs
+def norms_(parts: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    for part, norms in zip(parts, out, strict=True):
+        torch.linalg.vector_norm(part, dim=1, dtype=norms.dtype, out=norms)
 
 
-def matrices(flat: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Flat memory as one matrix for each run of rows of one length."""
-    if len(runs) == 1:
-        return [flat.view(runs[0])]
-    pieces = flat.split([math.prod(run) for run in runs])
-    return [piece.view(run) for piece, run in zip(pieces, runs, strict=True)]
-
-
-def copy(
-    targets: list[Tensor], sources: Sequence[Tensor | None], odd: Collection[int] = ()
-) -> None:
-    """Copy all tensors by one operation; zero those without a source.
-
-    The `odd` ones, of other strides, have an operation of their own: on a GPU one of them would send
-    the whole list down the slow path.
-    """
-    if not odd and all(source is not None for source in sources):
+def copy(targets: list[Tensor], sources: Sequence[Tensor | None]) -> None:
+    """Copy all tensors by one operation; zero those without a source."""
+    if any(map(is_, sources, repeat(None))):
+        pairs = list(zip(targets, sources, strict=True))
+        torch._foreach_zero_([target for target, source in pairs if source is None])
+        targets = [target for target, source in pairs if source is not None]
+        sources = [source for source in sources if source is not None]
+    if sources:
         torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
-        return
-    without: list[Tensor] = []
-    kinds: tuple[list[Tensor], ...] = ([], [], [], [])
-    for n, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        if source is None:
-            without.append(target)
-        else:
-            kinds[n in odd].append(target)
-            kinds[2 + (n in odd)].append(source)
-    if without:
-        torch._foreach_zero_(without)
-    for to, those in ((kinds[0], kinds[2]), (kinds[1], kinds[3])):
-        if to:
-            torch._foreach_copy_(to, those)
 
 
 def by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None:
@@ -309,24 +322,24 @@ def by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None
 
 def decay_and_add(
     memory: Sequence[Tensor],
-    values: Sequence[Tensor | None],
+    new: Sequence[Tensor | None],
     decay: float,
     scale: float,
     square: bool,
-    shards: Shards,
+    sum_: Callable[[Tensor], Tensor],
 ) -> None:
-    """memory <- decay memory + scale value (or value²) on the CPU, where a norm can be asked for without
-    waiting: whole tensors then, and nothing at all where a value is not finite."""
-    pairs = [(local(m), local(v)) for m, v in zip(memory, values, strict=True) if v is not None]
+    """memory <- decay memory + scale new (or new²) on the CPU, where a norm can be asked for without
+    waiting: whole tensors then, and nothing at all where one is not finite."""
+    pairs = [(local(m), local(v)) for m, v in zip(memory, new, strict=True) if v is not None]
     wide = widest(m.dtype for m in memory)
     norms = torch._foreach_norm([v for _, v in pairs], 2, dtype=wide) if pairs else []
     norm = torch.stack([*norms, torch.zeros((), dtype=wide)]).sum()
-    if not (shards.sum_(norm) if shards.several else norm) < torch.inf:
+    if not sum_(norm) < torch.inf:
         return
     torch._foreach_mul_([local(m) for m in memory], decay)
     if pairs:
-        kept, new = [m for m, _ in pairs], [v.to(m.dtype) for m, v in pairs]
+        kept, values = [m for m, _ in pairs], [v.to(m.dtype) for m, v in pairs]
         if square:
-            torch._foreach_addcmul_(kept, new, new, scale)
+            torch._foreach_addcmul_(kept, values, values, scale)
         else:
-            torch._foreach_add_(kept, new, alpha=scale)
+            torch._foreach_add_(kept, values, alpha=scale)

@@ -1,4 +1,5 @@
-"""Layout: the filters of perturbed parameters, and which block of noise each takes its values from.
+"""Layout: the filters of perturbed parameters, the block of noise each takes its values from, and what
+this rank holds of them.
 
 A filter is a slice along dimension 0 of a parameter with two or more dimensions; a vector or scalar
 parameter is one filter. Per device and dtype, filters are sorted by their length, so that all filters
@@ -10,12 +11,14 @@ While a perturbation is in a parameter, nobody else may write it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from steppe.noise import CPU_BLOCK, DEVICE_BLOCK
@@ -41,16 +44,10 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def filter_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """‖·‖ of each filter of one tensor, accumulated in `dtype`.
-
-    Examples:
-        >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.float32)
-        tensor([5., 2.])
-    """
-    inner = tuple(range(1, tensor.dim())) or None
-    norms: Tensor = torch.linalg.vector_norm(local(tensor), dim=inner, dtype=dtype)
-    return norms.reshape(-1)
+def filter_squares(tensor: Tensor) -> Tensor:
+    """‖·‖² of each filter of one tensor, in at least 32 bits."""
+    rows = local(tensor).reshape(len(tensor) if tensor.dim() > 1 else 1, -1)
+    return rows.to(torch.promote_types(tensor.dtype, torch.float32)).square().sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,19 +112,19 @@ def stored(params: Sequence[Perturbed]) -> list[Tensor]:
 
 
 def group_factors(
-    params: Sequence[Perturbed], optimizer: torch.optim.Optimizer | None, *, uphill: bool = False
-) -> list[float]:
-    """Each parameter's own factor (`strength=` in its group), as the optimizer has it now.
+    optimizer: torch.optim.Optimizer | None, *, uphill: bool = False
+) -> dict[nn.Parameter, float]:
+    """The parameters' own factors (`strength=` in their group) other than 1, as the optimizer has them now.
 
     `uphill`: with a minus where the optimizer maximizes, for there the loss climbs downhill.
     """
-    found = {}
+    found: dict[nn.Parameter, float] = {}
     for group in optimizer.param_groups if optimizer else ():
         factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
         factor = -factor if uphill and group.get("maximize", False) else factor
         if factor != 1:
             found.update(dict.fromkeys(group["params"], factor))
-    return [found.get(p.param, 1.0) for p in params] if found else [1.0] * len(params)
+    return found
 
 
 def repeated(params: Sequence[Perturbed], values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -163,6 +160,112 @@ def noise_blocks(params: Sequence[Perturbed]) -> list[list[Stretch]]:
             blocks[-1].append(Stretch(p, first, last, used, used + (last - first) * p.length))
             first = last
     return blocks
+
+
+def runs_of(rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(number, length) of rows, neighbours of one length taken together."""
+    runs: list[tuple[int, int]] = []
+    for number, length in rows:
+        before = runs.pop()[0] if runs and runs[-1][1] == length else 0
+        runs.append((before + number, length))
+    return runs
+
+
+def matrices(flat: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Flat memory as one matrix for each run of rows of one length."""
+    pieces = flat.split([math.prod(run) for run in runs])
+    return [piece.view(run) for piece, run in zip(pieces, runs, strict=True)]
+
+
+class Shards:
+    """The ranks that together hold one copy of the weights. By default this rank holds it all."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        named = [] if model is None else list(model.named_parameters())
+        params = {name: param for name, param in named if is_sharded(param)}
+        self._modules: list[Any] = []
+        self._groups: list[Any] = []
+        self._first = True
+        if params and model is not None:
+            self._modules = sharding(model)
+            self._check(params)
+            mesh, kinds = _sharding(next(iter(params.values())))
+            for dim in (dim for dim, kind in enumerate(kinds) if kind == "Shard"):
+                self._groups.append(mesh.get_group(dim))
+                self._first = self._first and mesh.get_local_rank(dim) == 0
+        self.several = bool(self._groups)
+        self.silent = False
+        """Set while somebody only looks: one rank may look alone, so nothing may be exchanged, and
+        sums that would need it are unknown (NaN)."""
+
+    def _check(self, params: dict[str, nn.Parameter]) -> None:
+        """Refuse what is not FSDP2's own sharding: norms would be sums over the wrong ranks."""
+        gathered = {param for module in self._modules for param in module.parameters()}
+        first = next(iter(params.values()))
+        for name, param in params.items():
+            mesh, kinds = _sharding(param)
+            known = set(kinds) <= {"Shard", "Replicate"} and kinds.count("Shard") <= 1
+            if known and param in gathered and (mesh, kinds) == _sharding(first):
+                continue
+            raise ValueError(
+                f"{name} is sharded by {param.placements} over {mesh}, "  # type: ignore[attr-defined]
+                f"{next(iter(params))} by {first.placements}"  # type: ignore[attr-defined]
+                f"{'' if param in gathered else ', and not by fully_shard()'}. steppe serves what "
+                "fully_shard() makes on one mesh: one dimension of shards and, before it, at most one of "
+                "replicas. Other DTensors (tensor parallel ones, also mixed with FSDP) are not supported: shard the "
+                "whole model with fully_shard(model, mesh=mesh)."
+            )
+
+    def offset(self, param: nn.Parameter) -> tuple[int, ...]:
+        """Where this rank's part of a parameter begins, in each dimension."""
+        if not is_sharded(param):
+            return (0,) * param.dim()
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offset = compute_local_shape_and_global_offset(
+            param.shape,
+            param.device_mesh,  # type: ignore[attr-defined]
+            param.placements,  # type: ignore[attr-defined]
+        )
+        return tuple(offset)
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether this rank's part belongs in a sum: what every rank has whole counts once."""
+        return self._first or is_sharded(tensor)
+
+    def counted(self, given: dict[Perturbed, Tensor | None]) -> dict[Perturbed, Tensor | None]:
+        """Tensors by parameter, without those that another rank counts in a sum."""
+        if not self.several:
+            return given
+        return {p: t if self.counts(p.param) else None for p, t in given.items()}
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that hold the other shards."""
+        if self.silent:
+            return tensor.fill_(torch.nan)
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    @torch.no_grad()
+    def reshard(self) -> None:
+        """Drop gathered copies of the weights: they are of before the last move."""
+        for module in self._modules:
+            module.reshard()
+
+    def let_go(self) -> None:
+        """Refer to no module and no process group any longer. Nothing is exchanged from now on."""
+        self._modules, self._groups = [], []
+
+
+def sharding(model: nn.Module) -> list[Any]:
+    """The modules whose parameters FSDP2 shards."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
+
+
+def _sharding(param: Any) -> tuple[Any, list[str]]:
+    """The mesh of a parameter, and what each of its dimensions does (whatever dimension is cut)."""
+    return param.device_mesh, [type(placement).__name__ for placement in param.placements]
 
 
 # ---------------------------------------------------------------------- who else writes them

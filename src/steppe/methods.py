@@ -17,11 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from steppe.ascents import Ascent, MomentumAscent
 from steppe.perturbations import (
     AdaptiveGaussian,
+    Ascent,
     ElementwiseGaussian,
     Gaussian,
+    MomentumAscent,
     Perturbation,
 )
 from steppe.schedules import Strength, needs_steps, with_steps

@@ -1,4 +1,4 @@
-"""Perturbations: how eps is drawn, and what it learns from gradients.
+"""Perturbations: how eps is drawn or follows a gradient, and what it learns from gradients.
 
 A perturbation is a rule (a frozen dataclass); what it remembers between steps is its state, a
 dictionary of tensors that is allocated when it is attached and passed in at every call.
@@ -6,7 +6,6 @@ dictionary of tensors that is allocated when it is attached and passed in at eve
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +14,18 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from steppe.layout import filter_norms, local
+from steppe.layout import filter_squares, local
 from steppe.noise import Draw
-from steppe.schedules import Strength, strength_at
+from steppe.schedules import Strength, check_decay, check_nonnegative, strength_at
 from steppe.strength import Steering, one_strength
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
 Gradients: TypeAlias = Sequence[Tensor | None]
 Scale: TypeAlias = Tensor | float
+LearnsFrom: TypeAlias = Literal["nothing", "step", "pass"]
 
+STRENGTHS = ("sigma", "ratio", "rho", "rise")
 _SEVERAL = "learns_from = 'pass' in a method of several passes needs it"
 
 
@@ -36,7 +37,7 @@ class Perturbation(ABC):
 
     needs_gradient: ClassVar[bool] = False
     """True if `move` wants the gradient of the pass before it (SAM): such passes run in sequence."""
-    learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "nothing"
+    learns_from: ClassVar[LearnsFrom] = "nothing"
     """Whose gradients `learn` wants: the optimizer's at each step, or those of its own pass (the
     same thing where a step has one pass)."""
 
@@ -69,14 +70,9 @@ class Perturbation(ABC):
         """Learn from the gradients that the optimizer is about to see, each times `scale`."""
         raise self._missing("learn(): learns_from needs it")
 
-    def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
-        """Note what `learn_noted` will need of one parameter's gradient in one pass of several."""
+    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+        """Add to the notes (none in the first pass) what `learn_noted` needs of one pass of several."""
         raise self._missing(f"collect(): {_SEVERAL}")
-
-    def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
-        """`collect` for each of `weights.params`, with the notes (none in the first) of passes before."""
-        pairs = zip(grads, noted or [None] * len(grads), strict=True)
-        return [old if grad is None else self.collect(grad, old) for grad, old in pairs]
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         """Learn from the notes of all of a step's perturbed passes, gradients times `scale`."""
@@ -90,8 +86,31 @@ class Perturbation(ABC):
         return NotImplementedError(f"{type(self).__name__} must define {what}.")
 
 
+class OneStrength(Perturbation):
+    """A perturbation with one strength out of its fields sigma, ratio, rho and rise."""
+
+    _name: str
+
+    def __post_init__(self) -> None:
+        given = {name: vars(self)[name] for name in STRENGTHS if name in vars(self)}
+        vars(self)["_name"] = one_strength(**given)
+
+    def strength(self, step: int) -> float:
+        return strength_at(vars(self)[self._name], step, name=self._name)
+
+    @property
+    def steering(self) -> Steering | None:
+        rise: Strength | None = vars(self).get("rise")
+        return None if rise is None else Steering(rise, linear=self.needs_gradient)
+
+    def even_std(self, weights: Weights, step: int) -> Tensor:
+        """One std for every weight: sigma; with a rise, such that ‖eps‖ is about ‖w‖."""
+        std = weights.norm_per_entry() if self.steering else self.strength(step)
+        return weights.sizes.new_ones(()).mul(std).expand_as(weights.sizes)
+
+
 @dataclass(frozen=True)
-class Gaussian(Perturbation):
+class Gaussian(OneStrength):
     """Noise in proportion to each filter's norm: std = sigma ‖w_j‖ (paper, section 4).
 
     `sigma` multiplies the norm per entry, as in the paper. `ratio` fixes the relative displacement
@@ -106,28 +125,16 @@ class Gaussian(Perturbation):
     rise: Strength | None = None
 
     def __post_init__(self) -> None:
-        one_strength(sigma=self.sigma, ratio=self.ratio, rise=self.rise)
+        super().__post_init__()
         if self.isotropic and self.ratio is not None:
             raise ValueError("isotropic noise has no filters to be in ratio to: give sigma.")
 
-    @property
-    def steering(self) -> Steering | None:
-        return None if self.rise is None else Steering(self.rise)
-
-    def strength(self, step: int) -> float:
-        name = one_strength(sigma=self.sigma, ratio=self.ratio, rise=self.rise)
-        return strength_at(getattr(self, name), step, name=name)
-
     def std(self, weights: Weights, state: State, step: int) -> Tensor:
         """The std of the noise, one number per filter; with a rise, at relative displacement 1."""
-        if self.rise is not None:
-            return even_std(weights) if self.isotropic else weights.norms_per_entry()
-        strength = self.strength(step)
         if self.isotropic:
-            return torch.full_like(weights.sizes, strength)
-        if self.ratio is not None:
-            return strength * weights.norms_per_entry()
-        return strength * weights.filter_norms()
+            return self.even_std(weights, step)
+        norms = weights.norms_per_entry() if self.sigma is None else weights.filter_norms()
+        return norms if self.rise is not None else self.strength(step) * norms
 
     def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
         weights.add_noise(draw, self.std(weights, state, draw.step))
@@ -137,8 +144,28 @@ class Gaussian(Perturbation):
         return (weights.sizes * std.square()).sum().sqrt()
 
 
+class Adaptive(OneStrength):
+    """Shrinks where gradients have been large: by (1 + eta v)^(-exponent), v a history of squares."""
+
+    eta: float
+    beta: float
+    exponent: float
+
+    learns_from: ClassVar[LearnsFrom] = "pass"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nonnegative("eta", self.eta)
+        check_nonnegative("exponent", self.exponent)
+        check_decay("beta", self.beta)
+
+    def left(self, history: Tensor) -> Tensor:
+        """How much of the noise is left."""
+        return (1 + self.eta * history).pow_(-self.exponent)
+
+
 @dataclass(frozen=True)
-class AdaptiveGaussian(Gaussian):
+class AdaptiveGaussian(Adaptive, Gaussian):
     """Gaussian noise that shrinks where gradients have been large (paper, section 4.2).
 
     std = sigma ‖w_j‖ (1 + eta v_j)^(-exponent) with the history v_j <- beta v_j + ‖g_j‖². As
@@ -149,12 +176,6 @@ class AdaptiveGaussian(Gaussian):
     eta: float = 0.1
     beta: float = 0.99
     exponent: float = 0.25
-
-    learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "pass"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_adaptive(self.eta, self.beta, self.exponent)
 
     def init(self, weights: Weights) -> State:
         return {"history": [torch.zeros_like(weights.sizes)]}
@@ -170,30 +191,26 @@ class AdaptiveGaussian(Gaussian):
         """
         (history,) = state["history"]
         if self.rise is None:
-            return (1 + self.eta * history).pow(-self.exponent)
+            return self.left(history)
         shape = torch.add(history.mean(), history, alpha=self.eta).clamp_(min=1e-30)
         shape = shape.pow_(-self.exponent)
         return shape.div_(shape.mean())
 
-    def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        squared = filter_norms(grad, dtype).square()
-        return squared if noted is None else noted + squared
-
-    def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
         if weights.shards.several:  # gradients of single passes are whole there, not sharded
-            return super().collect_all(weights, grads, noted)
-        return added(noted, weights.per_parameter(weights.filter_norms(grads).square()))
+            squares: Gradients = [None if g is None else filter_squares(g) for g in grads]
+        else:
+            squares = weights.per_parameter(weights.filter_norms(grads).square())
+        return added(noted, squares)
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
-        self._learn_squares(state, weights.per_filter(notes), scale)
+        self._learn(weights.per_filter(notes), *state["history"], scale)
 
     def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
-        self._learn_squares(state, weights.filter_norms(grads).square(), scale)
+        self._learn(weights.filter_norms(grads).square(), *state["history"], scale)
 
-    def _learn_squares(self, state: State, squares: Tensor, scale: Scale) -> None:
+    def _learn(self, squares: Tensor, history: Tensor, scale: Scale) -> None:
         """A step with any non-finite gradient is dropped whole, without asking the device."""
-        (history,) = state["history"]
         squares = squares * (scale * scale)
         finite = squares.sum() < torch.inf
         history.copy_(torch.where(finite, self.beta * history + squares, history))
@@ -203,7 +220,7 @@ class AdaptiveGaussian(Gaussian):
 
 
 @dataclass(frozen=True)
-class ElementwiseGaussian(Perturbation):
+class ElementwiseGaussian(Adaptive):
     """The paper's first adaptive form: variance sigma² / sqrt(1 + eta v) per element, no norms.
 
     The history is as large as the weights, which costs a second extra copy of them.
@@ -215,46 +232,20 @@ class ElementwiseGaussian(Perturbation):
     exponent: float = 0.25
     rise: Strength | None = None
 
-    learns_from: ClassVar[Literal["nothing", "step", "pass"]] = "pass"
-
-    def __post_init__(self) -> None:
-        one_strength(sigma=self.sigma, rise=self.rise)
-        check_adaptive(self.eta, self.beta, self.exponent)
-
-    @property
-    def steering(self) -> Steering | None:
-        return None if self.rise is None else Steering(self.rise)
-
-    def strength(self, step: int) -> float:
-        name = one_strength(sigma=self.sigma, rise=self.rise)
-        return strength_at(getattr(self, name), step, name=name)
-
-    def _std(self, weights: Weights, step: int) -> Tensor:
-        if self.rise is not None:
-            return even_std(weights)
-        return torch.full_like(weights.sizes, self.strength(step))
-
     def init(self, weights: Weights) -> State:
         return {"history": weights.zeros()}
 
-    def factor(self, history: Tensor) -> Tensor:
-        return (1 + self.eta * history).pow_(-self.exponent)
-
     def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
-        std = self._std(weights, draw.step)
-        weights.add_noise(draw, std, self.factor, of=state["history"])
+        std = self.even_std(weights, draw.step)
+        weights.add_noise(draw, std, self.left, of=state["history"])
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
         strengths = weights.per_parameter(weights.strengths())
         pairs = zip(strengths, state["history"], strict=True)
-        factors = [s[:1] * self.factor(local(h)) for s, h in pairs]
-        return self._std(weights, step)[0] * weights.total_norm(factors, weights.params)
+        factors = [self.left(local(h)) * s[0] if h.numel() else h for s, h in pairs]
+        return self.even_std(weights, step)[0] * weights.total_norm(factors, weights.params)
 
-    def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
-        squared = local(grad).to(torch.promote_types(grad.dtype, torch.float32)).square()
-        return squared if noted is None else noted.add_(squared)
-
-    def collect_all(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
         found = [local(g) for g in grads if g is not None]
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in found]
         squares = iter(torch._foreach_mul(wide, wide) if wide else ())
@@ -267,15 +258,84 @@ class ElementwiseGaussian(Perturbation):
         weights.decay_and_add(state["history"], grads, self.beta, scale * scale, square=True)
 
     def stats(self, state: State) -> dict[str, float]:
-        values = torch.cat([self.factor(local(h)).flatten() for h in state["history"]])
+        values = torch.cat([self.left(local(h)).flatten() for h in state["history"]])
         return {"factor": float(values.median())}
 
 
-def even_std(weights: Weights) -> Tensor:
-    """One std for every weight, such that ‖eps‖ is about ‖w‖."""
-    norm, size = torch.linalg.vector_norm(weights.filter_norms()), weights.sizes.sum()
-    std: Tensor = (norm * size.rsqrt()).expand_as(weights.sizes)
-    return std
+@dataclass(frozen=True)
+class Ascent(OneStrength):
+    """SAM's step up the gradient: eps = rho g / ‖g‖ with the norm over all perturbed weights.
+
+    `rise` in place of rho: rho = rise / ‖g‖, which raises the loss by `rise` to first order.
+    `adaptive` is ASAM's form, invariant to rescaling weights: with T = |w| + eta,
+    eps = rho T² g / ‖T g‖.
+    """
+
+    rho: Strength | None = None
+    adaptive: bool = False
+    eta: float = 0.0
+    rise: Strength | None = None
+
+    needs_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nonnegative("eta", self.eta)
+
+    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
+        gradient = [None if g is None else local(g) for g in gradient]
+        pairs = zip(gradient, weights.moved, strict=True)
+        scaled = [(g, p.values) for g, p in pairs if g is not None and self.adaptive]
+        if scaled:  # in place: the gradient of SAM's first pass serves nothing else
+            sizes = torch._foreach_abs([w for _, w in scaled])
+            torch._foreach_add_(sizes, self.eta)
+            torch._foreach_mul_([g for g, _ in scaled], sizes)
+        norm = weights.total_norm(gradient, weights.moved)
+        if scaled:
+            torch._foreach_mul_([g for g, _ in scaled], sizes)
+        length: Scale = self.strength(draw.step)
+        if weights.gain is not None:  # of a rise: ten times the usual rho at most
+            length = (length * weights.gain / norm).clamp(max=5.0 if self.adaptive else 0.5)
+        weights.add(gradient, per_norm(draw.sign * length, norm), uphill=True)
+
+    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
+        """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
+        if self.rise is not None:
+            raise self._missing("radius(): rho = rise / ‖g‖ is known in a step alone")
+        return torch.tensor(self.strength(step), dtype=weights.dtype)
+
+
+@dataclass(frozen=True)
+class MomentumAscent(OneStrength):
+    """MSAM: eps = -rho v / ‖v‖ with v <- momentum v + g over the optimizer's gradients.
+
+    One pass per step. v is kept here rather than read from the optimizer, so that every optimizer
+    will do; it costs a second extra copy of the weights. Before the first step v = 0 and eps = 0.
+    """
+
+    rho: Strength
+    momentum: float = 0.9
+
+    learns_from: ClassVar[LearnsFrom] = "step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay("momentum", self.momentum)
+
+    def init(self, weights: Weights) -> State:
+        return {"momentum": weights.zeros()}
+
+    def move(self, weights: Weights, state: State, draw: Draw, gradient: Gradients) -> None:
+        v = [m for p, m in zip(weights.params, state["momentum"], strict=True) if p.active]
+        norm = weights.total_norm(v, weights.moved)
+        weights.add(v, per_norm(-draw.sign * self.strength(draw.step), norm), uphill=True)
+
+    def radius(self, weights: Weights, state: State, step: int) -> Tensor:
+        norm = weights.total_norm(state["momentum"], weights.params)
+        return torch.where(norm > 0, self.strength(step), 0.0)
+
+    def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
+        weights.decay_and_add(state["momentum"], grads, self.momentum, scale)
 
 
 def added(noted: Gradients, new: Gradients) -> Gradients:
@@ -288,13 +348,6 @@ def added(noted: Gradients, new: Gradients) -> Gradients:
     return [b if a is None else a if b is None else next(sums) for a, b in pairs]
 
 
-def check_adaptive(eta: float, beta: float, exponent: float) -> None:
-    check_nonnegative("eta", eta)
-    check_nonnegative("exponent", exponent)
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta must be in [0, 1), got {beta}.")
-
-
-def check_nonnegative(name: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be finite and at least 0, got {value}.")
+def per_norm(length: Scale, norm: Tensor) -> Tensor:
+    """The factor that gives a vector of this norm the wanted length; 0 for the zero vector."""
+    return torch.where(norm > 0, length / norm, 0.0)

@@ -117,6 +117,16 @@ def check_strength(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")
 
 
+def check_nonnegative(name: str, value: float) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be finite and at least 0, got {value}.")
+
+
+def check_decay(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}.")
+
+
 def needs_steps(strength: Strength | None) -> bool:
     """Whether this is a schedule that waits for the length of training."""
     return isinstance(strength, Ramp) and strength.steps is None

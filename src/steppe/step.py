@@ -194,7 +194,7 @@ class Step:
             undone = iter(torch._foreach_mul(there, 1 / running.share))
             grads = [None if g is None else next(undone) for g in grads]
         noted = self.notes.get(noise, [])
-        self.notes[noise] = noise.collect_all(self._training.weights, grads, noted)
+        self.notes[noise] = noise.collect(self._training.weights, grads, noted)
 
     # ------------------------------------------------------------------ between passes
 

@@ -8,17 +8,15 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from steppe.flat import Block, Flat, FlatMemory, Scratch, by_block, copy, decay_and_add
+from steppe.flat import Block, Flat, FlatMemory, Memory, by_block, decay_and_add
 from steppe.frozen import FrozenLayers, FrozenLinear
-from steppe.layout import ALREADY, Perturbed, Watch, group_factors, local, repeated, widest
+from steppe.layout import ALREADY, Perturbed, Shards, Watch, group_factors, local, repeated, widest
 from steppe.noise import Draw
-from steppe.shards import Shards
 
 _away: WeakSet[Weights] = WeakSet()
 """Who has moved weights at present: two must never move the same ones."""
@@ -58,7 +56,7 @@ class Weights:
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
-        self._flat = FlatMemory(self.params, self.device)
+        self._flat = FlatMemory(self.params, self.sizes)
         self.frozen.place(self.params, self._flat.noise)
         self._written = False
         self._watch = Watch(self.params)
@@ -87,15 +85,15 @@ class Weights:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
-        flats = self._memory() if tensors is None else self._memory(last=True)
+        flats = self._memory(last=tensors is not None)
         norms = self.sizes.new_empty(self.filters)
-        if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
+        if sum(flat.rows for flat in flats) != self.filters:  # frozen ones have none
             norms.zero_()
         given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
         for flat in flats:
             if tensors is None and not self.moved:  # the backup is free memory then
-                copy(flat.views, flat.values, flat.odd)
-            norms.index_copy_(0, flat.filters, flat.row_norms(self.dtype, given).to(self.device))
+                flat.save()
+            norms.index_copy_(0, flat.filters, flat.row_norms(given).to(self.device))
         if tensors is None:
             self.frozen.write_norms(norms)
         if self.shards.several:
@@ -110,6 +108,10 @@ class Weights:
     def norms_per_entry(self) -> Tensor:
         """‖w_j‖ / sqrt(d_j): the std at which a filter of d_j entries is displaced by its length."""
         return self.filter_norms() * self._per_entry
+
+    def norm_per_entry(self) -> Tensor:
+        """‖w‖ / sqrt(d): the std at which all weights together are displaced by their length."""
+        return torch.linalg.vector_norm(self.filter_norms()) * self.sizes.sum().rsqrt()
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
@@ -127,35 +129,35 @@ class Weights:
     @torch.no_grad()
     def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        pairs = zip(params, tensors, strict=True)
-        given = {p: t if self.shards.counts(p.param) else None for p, t in pairs}
+        given = self.shards.counted(dict(zip(params, tensors, strict=True)))
 
         def squared(flat: Flat, block: Block) -> Tensor:
-            there = block.in_place(given)
-            there = flat.loaded(block, given).flat if there is None else there
-            norm: Tensor = torch.linalg.vector_norm(there, dtype=flat.wide)
+            norm: Tensor = torch.linalg.vector_norm(flat.loaded(block, given).flat, dtype=flat.wide)
             return norm.square_()
 
         return self._total(self._memory(last=True), squared).sqrt_()
 
     def zeros(self) -> list[Tensor]:
         """Memory shaped (and sharded) like the parameters, in at least 32 bits."""
-        kinds = [(p.param, torch.promote_types(p.dtype, torch.float32)) for p in self.params]
-        return [torch.zeros_like(param, dtype=kind) for param, kind in kinds]
+        flats = [] if self.shards.several else self._flat.now()
+        made = {p: t for flat in flats for p, t in flat.keep().items()}
+        kinds = [(p, torch.promote_types(p.dtype, torch.float32)) for p in self.params]
+        return [made[p] if p in made else torch.zeros_like(p.param, dtype=d) for p, d in kinds]
 
     def strengths(self) -> Tensor:
         """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
-        factors = group_factors(self.params, self._optimizer)
-        noisy = [f * p.noisy for f, p in zip(factors, self.params, strict=True)]
-        return repeated(self.params, noisy, self.dtype)
+        factors = group_factors(self._optimizer)
+        own = [factors.get(p.param, 1.0) * p.noisy for p in self.params]
+        return repeated(self.params, own, self.dtype)
 
     def _with_factors(self, size: Tensor, *, uphill: bool = False) -> Tensor:
         """Something per filter (or for all) times the groups' own factors."""
-        factors = group_factors(self.params, self._optimizer, uphill=uphill)
-        if all(factor == 1 for factor in factors):
+        factors = group_factors(self._optimizer, uphill=uphill)
+        if not factors:
             return size.expand(self.filters)
-        if factors != self._factors[0]:
-            self._factors = (factors, repeated(self.params, factors, self.dtype))
+        own = [factors.get(p.param, 1.0) for p in self.params]
+        if own != self._factors[0]:
+            self._factors = (own, repeated(self.params, own, self.dtype))
         return size * self._factors[1]
 
     # ------------------------------------------------------------------ moves
@@ -163,12 +165,13 @@ class Weights:
     @torch.no_grad()
     def save(self) -> None:
         """Back up the true weights. From here until `restore()` they may be written."""
-        mine = {id(p.param) for p in self.active} if _away else ()
-        if any(id(p.param) in mine for other in _away for p in other.moved):
-            raise RuntimeError(ALREADY)
+        if _away:
+            mine = {id(p.param) for p in self.active}
+            if any(id(p.param) in mine for other in _away for p in other.moved):
+                raise RuntimeError(ALREADY)
         for flat in self._memory():
-            copy(flat.views, flat.values, flat.odd)
-        self.moved, self._written = self.active, False
+            flat.save()
+        self.moved, self._written = self._flat.active, False
         _away.add(self)
 
     def watch(self) -> None:
@@ -179,6 +182,7 @@ class Weights:
         """Whether somebody wrote a moved parameter since the move."""
         return bool(self.moved) and self._watch.written()
 
+    @torch.no_grad()
     def restore(self, *, quiet: bool = False) -> None:
         """Put the true weights back, bit for bit. Harmless when nothing was moved.
 
@@ -188,15 +192,18 @@ class Weights:
         self.frozen.end()
         if not self.moved:
             return
-        with suppress(Exception) if quiet else nullcontext(), torch.no_grad():
+        try:
             written = self._watch.end()
             for flat in self._flat.flats:
-                copy(flat.values_now() if written else flat.values, flat.views, flat.odd)
+                torch._foreach_copy_(flat.values_now() if written else flat.values, flat.views)
             self.moved = []
             _away.discard(self)
             self.shards.reshard()
-            if written and not quiet:
+            if written:
                 raise written
+        except Exception:
+            if not quiet:
+                raise
 
     def free(self) -> None:
         """Put the true weights back and let go of the memory for them."""
@@ -219,17 +226,15 @@ class Weights:
         seed_of = draw.block_seeds(self._flat.blocks)
         others = dict(zip(self.params, of, strict=True)) if factor else {}
 
-        def fill(block: Block, eps: Scratch) -> None:
-            if factor is None:
-                block.draw_(eps.flat, seed_of(block.number))
-                return
-            copy(eps.views, block.of(others), block.odd)
-            factors = factor(eps.flat.clone())
-            block.draw_(eps.flat, seed_of(block.number))
-            eps.flat.mul_(factors)
+        def noise(flat: Flat, block: Block, out: Memory) -> Memory:
+            factors = factor(flat.loaded(block, others, out).flat.clone()) if factor else None
+            block.draw_(out.flat, seed_of(block.number))
+            if factors is not None:
+                out.flat.mul_(factors)
+            return out
 
         std = self._with_factors(std if self.gain is None else std * self.gain)
-        self._write(fill, std, draw.sign)
+        self._write(noise, std, draw.sign)
         self.frozen.begin(draw, seed_of, std, shaped=factor is not None)
 
     def add(
@@ -240,36 +245,27 @@ class Weights:
         `uphill`: the directions are gradients, to be turned round where the optimizer maximizes.
         """
         given = dict(zip(self.moved, directions, strict=True))
-
-        def fill(block: Block, eps: Scratch) -> None:
-            copy(eps.views, block.of(given), block.odd)
-
-        self._write(fill, self._with_factors(scale, uphill=uphill))
+        scale = self._with_factors(scale, uphill=uphill)
+        self._write(lambda flat, block, out: flat.loaded(block, given, out), scale)
 
     def _write(
-        self, fill: Callable[[Block, Scratch], None], size: Tensor, sign: float = 1.0
+        self, eps: Callable[[Flat, Block, Memory], Memory], size: Tensor, sign: float = 1.0
     ) -> None:
-        """weights <- weights + sign * size * filled, block by block; `size` has one for each filter."""
+        """weights <- weights + sign * size * eps, block by block; `size` has one for each filter."""
         again, self._written = self._written, True
-        sizes = {
-            flat: size.index_select(0, flat.filters).to(flat.device, flat.wide)[:, None]
-            for flat in self._flat.flats
-        }
+        sizes = {flat: flat.by_run(size) for flat in self._flat.flats}
 
         def write(flat: Flat, block: Block) -> None:
-            eps, its = flat.scratch(block), sizes[flat][block.rows]
-            fill(block, eps)
+            out, its = flat.scratch(block), sizes[flat][block.at]
+            unit = eps(flat, block, out).matrices
             if block.direct is not None:
-                block.direct.addcmul_(eps.matrices[0], its, value=sign)
+                block.direct.matrices[0].addcmul_(unit[0], its[0], value=sign)
                 return
-            base = block.true
-            if again:  # a second write goes on from the first
-                now = Scratch(block, flat.dtype)
-                copy(now.views, block.targets, block.odd)
-                base = now.matrices
-            for true, part, rows in zip(base, eps.matrices, its.split(block.counts), strict=True):
-                torch.addcmul(true, part, rows, value=sign, out=part)
-            copy(block.targets, eps.views, block.odd)
+            # a second write goes on from the first
+            base = flat.moved(block, flat.new(block)) if again else flat.true[block]
+            for parts in zip(base.matrices, unit, its, out.matrices, strict=True):
+                torch.addcmul(*parts[:3], value=sign, out=parts[3])
+            torch._foreach_copy_(block.targets, out.views)
 
         by_block(self._flat.flats, write)
         self.shards.reshard()
@@ -279,19 +275,12 @@ class Weights:
     @torch.no_grad()
     def dot_eps(self, grads: Sequence[Tensor | None]) -> Tensor:
         """<eps, g> for one gradient (or None) of each moved parameter, while eps is in the weights."""
-        pairs = zip(self.moved, grads, strict=True)
-        given = {p: g if self.shards.counts(p.param) else None for p, g in pairs}
+        given = self.shards.counted(dict(zip(self.moved, grads, strict=True)))
 
         def multiplied(flat: Flat, block: Block) -> Tensor:
-            eps = flat.scratch(block)
-            copy(eps.views, block.targets, block.odd)
-            eps.flat.sub_(flat.backup[block.place])
-            pairs = list(zip(eps.views, block.of(given), strict=True))
-            if none := [view for view, grad in pairs if grad is None]:
-                torch._foreach_zero_(none)
-            if there := [(view, grad) for view, grad in pairs if grad is not None]:
-                torch._foreach_mul_([view for view, _ in there], [grad for _, grad in there])
-            return eps.flat.sum()
+            out = flat.scratch(block)
+            torch.sub(flat.moved(block, out).flat, flat.true[block].flat, out=out.flat)
+            return out.flat.mul_(flat.loaded(block, given, flat.new(block)).flat).sum()
 
         return self._total(self._flat.flats if self.moved else [], multiplied)
 
@@ -323,24 +312,35 @@ class Weights:
         """
         flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
         if flats and all(f.device.type == "cpu" and len(f.blocks) > 1 for f in flats):
-            decay_and_add(memory, values, decay, float(scale), square, self.shards)
+            decay_and_add(memory, values, decay, float(scale), square, self.shards.sum_)
             return
-        norms = self._total(flats, lambda f, b: torch.linalg.vector_norm(f.loaded(b, given).flat))
+        kept = dict(zip(self.params, memory, strict=True))
+        single: dict[Flat, Memory] = {}
+
+        def norm(flat: Flat, block: Block) -> Tensor:
+            new = flat.loaded(block, given)
+            if len(flat.blocks) == 1:
+                single[flat] = new
+            size: Tensor = torch.linalg.vector_norm(new.flat)
+            return size
+
+        norms = self._total(flats, norm)
         finite = norms < torch.inf
         bad, decays = finite.logical_not(), torch.where(finite, torch.full_like(norms, decay), 1.0)
         scales = torch.where(finite, torch.zeros_like(norms) + scale, 0.0)
-        kept = dict(zip(self.params, memory, strict=True))
         for p in (p for p in self.params if not p.active):
             local(kept[p]).mul_(decays.to(p.device))
 
         def learn(flat: Flat, block: Block) -> None:
-            # a single block is still there
-            new = flat.scratch(block) if len(flat.blocks) == 1 else flat.loaded(block, given)
-            new.flat.masked_fill_(bad.to(flat.device), 0.0)
-            (new.flat.square_() if square else new.flat).mul_(scales.to(flat.device))
-            memory = [m for m in block.of(kept) if m is not None]
-            torch._foreach_mul_(memory, decays.to(flat.device))
-            torch._foreach_add_(memory, new.views)
+            new = (single.get(flat) or flat.loaded(block, given)).flat
+            new = new.masked_fill(bad.to(flat.device), 0.0)
+            (new.square_() if square else new).mul_(scales.to(flat.device))
+            own = flat.new(block)
+            there = flat.loaded(block, kept, own)
+            there.flat.mul_(decays.to(flat.device)).add_(new)
+            if there is own:
+                parts = block.cut([kept[owner] for owner in block.owners])
+                torch._foreach_copy_(parts, own.views)  # type: ignore[arg-type]
 
         by_block(flats, learn)
 

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 from steppe.analysis.directions import filter_norms
 from steppe.noise import Draw, standard_normal_
-from steppe.perturbations import check_nonnegative
+from steppe.schedules import check_nonnegative
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Directions in weight space."""
+"""Directions in weight space, and means over directions or parts of the samples."""
 
 from __future__ import annotations
 
@@ -59,16 +59,28 @@ def orthonormal(weights: Sequence[Tensor], count: int, seed: int) -> list[list[T
     Each alone is uniform on the sphere; together they cover the space more evenly than
     independent ones, and as many as there are weights cover it exactly.
     """
-    flat = torch.empty(count, sum(w.numel() for w in weights), dtype=torch.float64)
-    for i in range(count):
-        row = torch.cat([z.reshape(-1).double().cpu() for z in random_like(weights, seed + i)])
-        for _ in range(2):
-            row -= flat[:i].T @ (flat[:i] @ row)
-        flat[i] = row / row.norm()
-    return [unflatten(row, weights) for row in flat]
+    draws = [random_like(weights, seed + i) for i in range(count)]
+    columns = [torch.cat([z.reshape(-1).double().cpu() for z in draw]) for draw in draws]
+    return [unflatten(row, weights) for row in torch.linalg.qr(torch.stack(columns, 1))[0].T]
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The pieces of a flat vector in the shapes, types and devices of these tensors."""
     pieces = torch.split(vector, [t.numel() for t in like])
     return [piece.reshape(t.shape).to(t) for piece, t in zip(pieces, like, strict=True)]
+
+
+def weighted_mean(rows: Tensor, sizes: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The mean over dimension 0 weighed by size, and its standard error (NaN for one row).
+
+    Examples:
+        >>> weighted_mean(torch.tensor([1.0, 3.0, 5.0]), [1, 1, 2])[0]
+        tensor(3.5000)
+    """
+    n = len(rows)
+    weights = torch.tensor(sizes, dtype=rows.dtype) / sum(sizes)
+    weights = weights.reshape(-1, *[1] * (rows.ndim - 1))
+    mean = (weights * rows).sum(0)
+    if n == 1:
+        return mean, torch.full_like(mean, math.nan)
+    return mean, ((weights * (rows - mean)).square().sum(0) * n / (n - 1)).sqrt()

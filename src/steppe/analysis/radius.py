@@ -13,9 +13,14 @@ from torch import Tensor
 
 from steppe.analysis.ascent import ascend, sam_direction
 from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.directions import filter_norms, orthonormal, random_like, unit
+from steppe.analysis.directions import (
+    filter_norms,
+    orthonormal,
+    random_like,
+    unit,
+    weighted_mean,
+)
 from steppe.analysis.hessian import Hessian
-from steppe.analysis.means import weighted_mean
 from steppe.analysis.problem import Problem
 from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica

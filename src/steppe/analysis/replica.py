@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from steppe.analysis.heap import keep_pages
 
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
@@ -23,7 +22,7 @@ class Replica:
     """
 
     def __init__(self, problem: Problem) -> None:
-        keep_pages()
+        _keep_pages()
         self.problem = problem
         self.model = _copy(problem.model)
         self.device = next(self.model.parameters()).device
@@ -151,6 +150,17 @@ class Replica:
         for norm in self.norms:
             norm.eval()
         self._stale = False
+
+
+@functools.cache
+def _keep_pages() -> None:
+    """Let the C library keep freed activations instead of giving them back to the system.
+
+    glibc unmaps large blocks when they are freed, so every activation of every forward would be new
+    memory, zeroed page by page. It stops for blocks up to the largest mapped one that it has seen
+    freed, at most 32 MiB. The block here is never written to; other C libraries do not care.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from steppe.analysis.ascent import ascend, sam_direction
 from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.directions import random_like
-from steppe.analysis.means import weighted_mean
+from steppe.analysis.directions import random_like, weighted_mean
 from steppe.analysis.problem import Problem
 from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica

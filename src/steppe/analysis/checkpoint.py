@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.results import read_npz, write_npz
+
+if TYPE_CHECKING:
+    from steppe.analysis.problem import Problem
+    from steppe.analysis.progress import Progress
 
 
 @dataclass
@@ -52,14 +56,17 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def rows(
-        self, count: int, row: Callable[[int], Tensor], begin: Callable[[float], None]
+        self, count: int, row: Callable[[int], Tensor], problem: Problem, bar: Progress
     ) -> Tensor:
-        """`row(0), row(1), …` stacked, resuming after those stored; `begin` hears their share."""
+        """`row(0), row(1), …` stacked, each an equal part of the bar; begins after those stored."""
         done = list(self.load().get("rows", ()))
-        begin(len(done) / count)
+        bar.start(problem, part=len(done) / count)
         for index in range(len(done), count):
             done.append(row(index))
+            bar.step(by=bar.total / count)
             self.save(lambda: {"rows": torch.stack(done)})
+        bar.close()
+        self.remove()
         return torch.stack(done)
 
     def remove(self) -> None:

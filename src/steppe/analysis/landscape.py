@@ -36,7 +36,7 @@ class Landscape(Result):
 
     @property
     def holes(self) -> int:
-        return int((~torch.isfinite(self.loss)).sum())
+        return int((~self.loss.isfinite()).sum())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,7 +49,7 @@ class Line(Result):
 
     @property
     def holes(self) -> int:
-        return int((~torch.isfinite(self.loss)).sum())
+        return int((~self.loss.isfinite()).sum())
 
     @property
     def barrier(self) -> float:
@@ -103,7 +103,6 @@ def landscape(
 
         centre = replica.evaluate()[0]
         loss, accuracy = _scan(replica, weights, n * n, store, bar)
-    store.remove()
     return Landscape(
         origin=origin,
         a=axis,
@@ -153,7 +152,6 @@ def interpolate(
             return [torch.lerp(w, e, step) for w, e in zip(replica.centre, ends, strict=True)]
 
         loss, accuracy = _scan(replica, weights, n, store, bar)
-    store.remove()
     return Line(origin=origin, t=t, loss=loss, accuracy=accuracy)
 
 
@@ -169,12 +167,9 @@ def _scan(
     def row(index: int) -> Tensor:
         replica.place(weights(index))
         loss, right = replica.evaluate()
-        bar.step()
         return torch.tensor([loss, math.nan if right is None else right], dtype=torch.float64)
 
-    rows = store.rows(total, row, lambda part: bar.start(replica.problem, part=part))
-    bar.close()
-    loss, accuracy = rows.unbind(1)
+    loss, accuracy = store.rows(total, row, replica.problem, bar).unbind(1)
     return loss, None if accuracy.isnan().all() else accuracy
 
 

@@ -93,13 +93,9 @@ def robustness(
 
         def row(index: int) -> Tensor:
             change, number = plan[index]
-            found = bench.measure(chosen[change], number)
-            bar.step(by=bar.total / len(plan))
-            return found
+            return bench.measure(chosen[change], number)
 
-        rows = store.rows(len(plan), row, lambda part: bar.start(problem, part=part))
-    bar.close()
-    store.remove()
+        rows = store.rows(len(plan), row, problem, bar)
     shape = (len(METRICS), rows.shape[1], len(chosen), 2 * draws)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     for (change, number), measured in zip(plan, rows, strict=True):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.changes import Change, words
 from steppe.analysis.results import Result, plain
-
-if TYPE_CHECKING:
-    pass
 
 METRICS = ("loss", "accuracy", "ece")
 MOVED = 0.005
@@ -48,15 +46,15 @@ class Robustness(Result):
 
     @property
     def loss(self) -> Tensor:
-        return self._means(0)
+        return self._over_draws("loss", _mean)
 
     @property
     def accuracy(self) -> Tensor:
-        return self._means(1)
+        return self._over_draws("accuracy", _mean)
 
     @property
     def ece(self) -> Tensor:
-        return self._means(2)
+        return self._over_draws("ece", _mean)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -71,24 +69,16 @@ class Robustness(Result):
 
     def spread(self, metric: Literal["loss", "accuracy", "ece"] = "accuracy") -> Tensor:
         """The standard deviation over single draws; NaN where there is only one."""
-        values = self.values[METRICS.index(metric)]
-        return torch.stack(
-            [
-                values[:, c, :n].std(1) if n > 1 else torch.full((len(values),), torch.nan).double()
-                for c, n in enumerate(self.counts)
-            ],
-            1,
-        )
+        return self._over_draws(metric, _std)
 
     def noise_borne(
         self, drop: float = 0.01, confidence: float = 0.95, statistics: str | None = None
     ) -> float:
         """The largest ratio of weight noise that costs at most `drop` accuracy on average.
 
-        For this ratio and every smaller one that was measured, the upper bound of the mean loss of
-        accuracy, a one-sided t-bound over pairs of draws at this confidence, is at most `drop`. It
-        is 0 if no ratio is borne, and a lower bound if the largest one is. `statistics` chooses among
-        the result's own, by default the first.
+        For it and every smaller ratio measured, a one-sided t-bound of the mean loss of accuracy, over
+        pairs of draws, is at most `drop`: 0 if no ratio is borne, a lower bound if the largest is.
+        `statistics` chooses among the result's own, by default the first.
         """
         from scipy import stats
 
@@ -120,7 +110,8 @@ class Robustness(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each change and each way of BatchNorm's statistics."""
-        spread = {metric: self.spread(metric) for metric in METRICS}  # type: ignore[arg-type]
+        mean = {metric: self._over_draws(metric, _mean) for metric in METRICS}
+        spread = {metric: self._over_draws(metric, _std) for metric in METRICS}
         return [
             {
                 "change": label,
@@ -129,7 +120,7 @@ class Robustness(Result):
                 "size": self.sizes[c],
                 "statistics": statistics,
                 "draws": self.counts[c],
-                **{m: float(self._means(i)[s, c]) for i, m in enumerate(METRICS)},
+                **{m: float(mean[m][s, c]) for m in METRICS},
                 **{f"{m}_std": float(spread[m][s, c]) for m in METRICS},
             }
             for c, label in enumerate(self.labels)
@@ -145,19 +136,17 @@ class Robustness(Result):
         from steppe.lab.tables import Table
 
         classes = not bool(self.accuracy[0].isnan().all())
-        metrics = ("accuracy", "loss", "ece") if classes else ("loss",)
         names = {"accuracy": "accuracy %", "loss": "loss", "ece": "ECE %"}
+        metrics = tuple(names) if classes else ("loss",)
         several = len(self.statistics) > 1
         header = ["change"]
-        for statistics in self.statistics:
-            header += [names[m] + (f", {statistics}" if several else "") for m in metrics]
-        lines = []
-        for c, label in enumerate(self.labels):
-            cells = [label]
-            for s in range(len(self.statistics)):
-                cells += [self._cell(metric, s, c) for metric in metrics]
-            lines.append(tuple(cells))
-        return Table(tuple(header), tuple(lines), notes=self.notes()).render(form)
+        columns = [list(self.labels)]
+        for s, statistics in enumerate(self.statistics):
+            for metric in metrics:
+                header.append(names[metric] + (f", {statistics}" if several else ""))
+                columns.append(self._cells(metric, s))
+        lines = tuple(zip(*columns, strict=True))
+        return Table(tuple(header), lines, notes=self.notes()).render(form)
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the table must know."""
@@ -195,15 +184,22 @@ class Robustness(Result):
             "that the batches come from the training pipeline with its augmentation."
         )
 
-    def _means(self, metric: int) -> Tensor:
-        values = self.values[metric]
-        return torch.stack([values[:, c, :n].mean(1) for c, n in enumerate(self.counts)], 1)
+    def _over_draws(self, metric: str, number: Callable[[Tensor], Tensor]) -> Tensor:
+        values = self.values[METRICS.index(metric)]
+        return torch.stack([number(values[:, c, :n]) for c, n in enumerate(self.counts)], 1)
 
-    def _cell(self, metric: str, s: int, c: int) -> str:
-        i = METRICS.index(metric)
-        scale = 1 if metric == "loss" else 100
-        mean = scale * float(self._means(i)[s, c])
-        form = ".4g" if metric == "loss" else ".1f"
-        if metric == "accuracy" and self.counts[c] > 1:
-            return f"{mean:{form}} ± {100 * float(self.spread()[s, c]):{form}}"
-        return f"{mean:{form}}"
+    def _cells(self, metric: str, s: int) -> list[str]:
+        scale, form = (1, ".4g") if metric == "loss" else (100, ".1f")
+        means, stds = (scale * self._over_draws(metric, f)[s] for f in (_mean, _std))
+        return [
+            f"{mean:{form}}" + (f" ± {std:{form}}" if metric == "accuracy" and n > 1 else "")
+            for mean, std, n in zip(means.tolist(), stds.tolist(), self.counts, strict=True)
+        ]
+
+
+def _mean(draws: Tensor) -> Tensor:
+    return draws.mean(1)
+
+
+def _std(draws: Tensor) -> Tensor:
+    return draws.std(1) if draws.shape[1] > 1 else torch.full_like(draws[:, 0], torch.nan)

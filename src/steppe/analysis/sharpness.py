@@ -85,22 +85,16 @@ def sharpness(
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
     with problem.replica() as replica:
         scales = [w.abs() for w in replica.centre] if adaptive else None
-        scan = _Scan(replica, rows, scales, bar)
+        scan = _Scan(replica, rows, scales)
         base = scan.losses()
-
-        def begin(part: float) -> None:
-            bar.start(problem, part=part)
-
         if case == "worst":
-            rises = store.rows(len(rows), lambda i: scan.worst(i, rho, steps), begin) - base
+            rises = store.rows(parts, lambda i: scan.worst(i, rho, steps), problem, bar) - base
             value, error = weighted_mean(rises, sizes)
         else:
             std = rho / math.sqrt(problem.size)
-            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), begin) - base
+            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), problem, bar) - base
             rises = every.mean(0)
             value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
-    bar.close()
-    store.remove()
     return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)
 
 
@@ -111,7 +105,6 @@ class _Scan:
     replica: Replica
     parts: list[slice]
     scales: list[Tensor] | None
-    bar: Progress
 
     def losses(self) -> Tensor:
         return torch.tensor([self.replica.evaluate(p)[0] for p in self.parts], dtype=torch.float64)
@@ -121,7 +114,6 @@ class _Scan:
         rows = self.parts[part]
         start, _ = sam_direction(self.replica, rows, self.scales)
         loss, _ = ascend(self.replica, rows, rho, steps, start=start, scales=self.scales)
-        self.bar.step(by=self.bar.total / len(self.parts))
         return torch.tensor(loss, dtype=torch.float64)
 
     def both_ways(self, seed: int, std: float) -> Tensor:
@@ -136,7 +128,6 @@ class _Scan:
         for sign in (std, -std):
             self.replica.offset(eps, sign)
             total += self.losses() / 2
-            self.bar.step()
         return total
 
 

@@ -6,19 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from steppe.report.svg import STYLES, Scale, dash, marker, number, path, scale_for, shown, tag, text
 
 WIDTH, HEIGHT = 480.0, 310.0
 LEFT, RIGHT, TOP, BOTTOM = 68.0, 14.0, 14.0, 46.0
-WIDE = 0.72
-"""The width of a letter is about so much of its size; for judging what overlaps."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: points (x, y), its number (which decides its style), perhaps errors of y."""
+    """A line or a mark: points (x, y), its number (which decides its style), perhaps errors of y."""
 
     name: str
     index: int
@@ -36,11 +33,15 @@ def line_chart(
     *,
     log_x: bool = False,
     log_y: bool = False,
+    whole: bool = False,
 ) -> str:
-    """Lines with marks and error bars over common axes."""
+    """Lines with marks over common axes; error bars end at the frame, or fit it as a `whole`."""
     drawn = [s for s in series if not s.theory] or list(series)
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
+    if whole:
+        bars = [(y, e) for s in drawn for (_, y), e in zip(s.points, s.errors or (), strict=True)]
+        ys += [end for y, e in bars for end in (y - e, y + e)]
     x = scale_for(xs, LEFT, WIDTH - RIGHT, log=log_x, margin=0.03)
     y = scale_for(ys, HEIGHT - BOTTOM, TOP, log=log_y)
     lines = [_line(s, x, y) for s in series]
@@ -65,8 +66,9 @@ def _line(series: Series, x: Scale, y: Scale) -> str:
             ends = (max(b - error, y.low), min(b + error, y.high))
             marks.append(tag("path", d=_bar(px, y(ends[0]), y(ends[1])), class_="whisker"))
         spread = f" ± {shown(error, 2)}" if math.isfinite(error) else ""
-        title = f"{series.name}: {shown(b)}{spread} at {shown(a)}"
-        marks.append(marker(px, py, series.index, title=title))
+        marks.append(
+            marker(px, py, series.index, f"{series.name}: {shown(b)}{spread} at {shown(a)}")
+        )
     return tag("g", line, *marks, class_=kind, data_series=series.index)
 
 
@@ -107,81 +109,17 @@ def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
         tag("text", text(row.name), x=14.0, y=words_y, class_="name"),
         tag("text", text(row.words), x=WIDTH - RIGHT, y=words_y, class_="words"),
     ]
-    title = f"{row.name}: {row.words}"
     parts += [tag("circle", cx=x(v), cy=y + 9, r=2.4, class_="seed") for v in row.values]
     if math.isfinite(row.low) and math.isfinite(row.high):
         low, high = x(row.low), x(row.high)
-        line = (
-            f"M{number(low)} {y}H{number(high)}M{number(low)} {y - 5}v10M{number(high)} {y - 5}v10"
+        line = f"M{number(low)} {y}H{number(high)}" + "".join(
+            f"M{number(end)} {y - 5}v10" for end in (low, high)
         )
         parts.append(tag("path", d=line, class_="whisker"))
     if math.isfinite(row.mean):
-        hollow = "hollow" if row.hollow else None
-        mark = marker(x(row.mean), y, row.index, size=5.5, title=title)
-        parts.append(tag("g", mark, class_=hollow))
+        mark = marker(x(row.mean), y, row.index, f"{row.name}: {row.words}", size=5.5)
+        parts.append(tag("g", mark, class_="hollow" if row.hollow else None))
     return tag("g", *parts, class_=f"series s{row.index % STYLES}", data_series=row.index)
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A point of a scatter chart with its interval in y."""
-
-    name: str
-    index: int
-    x: float
-    y: float
-    low: float
-    high: float
-
-
-def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: str) -> str:
-    """Points with intervals; names are put where they cover nothing, or left out."""
-    finite = [s for s in spots if math.isfinite(s.x) and math.isfinite(s.y)]
-    ys = [v for s in finite for v in (s.y, s.low, s.high)]
-    x = scale_for([s.x for s in finite] + [0.9], LEFT, WIDTH - RIGHT, margin=0.14)
-    y = scale_for(ys, HEIGHT - BOTTOM, TOP)
-    taken = [(x(s.x) - 9, y(s.y) - 9, x(s.x) + 9, y(s.y) + 9) for s in finite]
-    taken += [(x(s.x) - 5, y(s.high), x(s.x) + 5, y(s.low)) for s in finite if math.isfinite(s.low)]
-    parts = [axes(x, y, x_label, y_label)]
-    for spot in finite:
-        px, py = x(spot.x), y(spot.y)
-        inner = []
-        if math.isfinite(spot.low) and math.isfinite(spot.high):
-            inner.append(tag("path", d=_bar(px, y(spot.low), y(spot.high)), class_="whisker"))
-        title = f"{spot.name}: {shown(spot.y)} at {shown(spot.x, 3)}"
-        inner.append(marker(px, py, spot.index, size=5.5, title=title))
-        if at := _free_place(spot.name, px, py, taken):
-            place = {"x": at[0], "y": at[1], "text_anchor": at[2]}
-            inner.append(tag("text", text(spot.name), **place, class_="name"))
-        kind = f"series s{spot.index % STYLES}"
-        parts.append(tag("g", *inner, class_=kind, data_series=spot.index))
-    return figure(parts, summary)
-
-
-def _free_place(
-    name: str, x: float, y: float, taken: list[tuple[float, float, float, float]]
-) -> tuple[float, float, str] | None:
-    """Where a name overlaps no other name or mark; beside the mark if there is room.
-
-    Judged by the letters of a phone's page, which are the largest. None: nowhere.
-    """
-    width = 15 * WIDE * len(name)
-    for rise, (side, anchor) in product(
-        (0, -16, 16, -32, 32, -48, 48), ((11.0, "start"), (-11.0, "end"))
-    ):
-        left = x + side if anchor == "start" else x + side - width
-        box = (left, y + rise - 9, left + width, y + rise + 7)
-        inside = (
-            box[0] >= LEFT and box[2] <= WIDTH - 2 and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
-        )
-        if inside and not any(_overlap(box, other) for other in taken):
-            taken.append(box)
-            return x + side, y + rise + 4.5, anchor
-    return None
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def area_chart(
@@ -194,40 +132,24 @@ def area_chart(
     summary: str,
 ) -> str:
     """A filled curve with one marked place, on scales that several charts share."""
-    line = [(x(a), y(max(b, y.low))) for a, b in points]
-    floor = y(y.low)
-    closed = (
-        f"{path(line)}L{number(line[-1][0])} {number(floor)}L{number(line[0][0])} {number(floor)}Z"
+    line = path((x(a), y(max(b, y.low))) for a, b in points)
+    at, words = x(mark[0]), mark[1]
+    side, anchor = (-7, "end") if at > (LEFT + WIDTH) / 2 else (7, "start")
+    drawn = (
+        tag("path", d=f"{line}V{y.start}H{number(x(points[0][0]))}Z", class_="area"),
+        tag("path", d=line, class_="line thin"),
+        tag("line", x1=at, x2=at, y1=TOP, y2=y.start, class_="place"),
+        tag("path", d=f"M{number(at)} {TOP + 12}l-5 -9h10Z", class_="mark"),
+        tag("text", text(words), x=at + side, y=TOP + 12, text_anchor=anchor, class_="name"),
     )
-    at, words = mark
-    anchor = "end" if x(at) > (LEFT + WIDTH) / 2 else "start"
-    beside = x(at) + (-7 if anchor == "end" else 7)
-    parts = [
-        axes(x, y, *labels),
-        tag(
-            "g",
-            tag("path", d=closed, class_="area"),
-            tag("path", d=path(line), class_="line thin"),
-            tag("line", x1=x(at), x2=x(at), y1=TOP, y2=floor, class_="place"),
-            tag("path", d=f"M{number(x(at))} {TOP + 12}l-5 -9h10Z", class_="mark"),
-            tag("text", text(words), x=beside, y=TOP + 12, text_anchor=anchor, class_="name"),
-            class_=f"series s{index % STYLES}",
-            data_series=index,
-        ),
-    ]
-    return figure(parts, summary)
+    group = tag("g", *drawn, class_=f"series s{index % STYLES}", data_series=index)
+    return figure([axes(x, y, *labels), group], summary)
 
 
 def figure(parts: Sequence[str], summary: str, *, height: float = HEIGHT) -> str:
     """The chart, with words for those who do not see it."""
-    return tag(
-        "svg",
-        *parts,
-        viewBox=f"0 0 {number(WIDTH)} {number(height)}",
-        role="img",
-        aria_label=summary,
-        class_="chart",
-    )
+    box = f"0 0 {number(WIDTH)} {number(height)}"
+    return tag("svg", *parts, viewBox=box, role="img", aria_label=summary, class_="chart")
 
 
 def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
@@ -237,11 +159,8 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
         at = y(value)
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
         parts.append(tag("text", text(shown(value)), x=LEFT - 7, y=at + 4, class_="tick y"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        tag("text", text(y_label), transform=f"translate(13 {middle}) rotate(-90)", class_="label")
-    )
-    return "".join(parts)
+    turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"
+    return "".join(parts) + tag("text", text(y_label), transform=turned, class_="label")
 
 
 def _x_axis(x: Scale, bottom: float, top: float, label: str, height: float) -> str:
@@ -251,8 +170,7 @@ def _x_axis(x: Scale, bottom: float, top: float, label: str, height: float) -> s
         parts.append(tag("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
         parts.append(tag("text", text(shown(value)), x=at, y=bottom + 17, class_="tick x"))
     middle = (x.start + x.end) / 2
-    parts.append(tag("text", text(label), x=middle, y=height - 9, class_="label"))
-    return "".join(parts)
+    return "".join(parts) + tag("text", text(label), x=middle, y=height - 9, class_="label")
 
 
 def _bar(x: float, low: float, high: float) -> str:

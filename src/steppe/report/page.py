@@ -13,12 +13,12 @@ from steppe.report.gathered import Gathered
 from steppe.report.minima import (
     landscape_section,
     radius_section,
+    robustness_section,
     sharpness_section,
     spectrum_section,
     surface_data,
 )
 from steppe.report.provenance import provenance_section
-from steppe.report.robustness import robustness_section
 from steppe.report.sections import (
     Absent,
     Part,

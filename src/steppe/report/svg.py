@@ -73,6 +73,13 @@ class Scale:
         low, high, at = (self._position(v) for v in (self.low, self.high, value))
         return self.start + (self.end - self.start) * (at - low) / (high - low)
 
+    def value(self, at: float) -> float:
+        """The way back."""
+        part = (at - self.start) / (self.end - self.start)
+        low, high = self._position(self.low), self._position(self.high)
+        there = low + part * (high - low)
+        return float(10**there) if self.log else there
+
     def ticks(self, wanted: int = 5) -> list[float]:
         """Round values inside the range."""
         return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high, wanted)
@@ -114,39 +121,24 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [value for value in found if low * 0.999 <= value <= high * 1.001]
 
 
-def marker(x: float, y: float, index: int, size: float = 4.5, **attributes: object) -> str:
+def marker(x: float, y: float, index: int, title: str = "", size: float = 4.5) -> str:
     """The mark of the series with this number: shape and colour."""
-    r = size
+    r, a, b = size, 0.42 * size, 1.35 * size
+    cross = f"M{-a} {-b}H{a}V{-a}H{b}V{a}H{a}V{b}H{-a}V{a}H{-b}V{-a}H{-a}Z"
     shapes = (
         f"M{-r} 0A{r} {r} 0 1 0 {r} 0A{r} {r} 0 1 0 {-r} 0Z",
         f"M{-r} {-r}H{r}V{r}H{-r}Z",
         f"M0 {-1.25 * r}L{1.15 * r} {0.85 * r}H{-1.15 * r}Z",
-        f"M0 {-1.35 * r}L{1.35 * r} 0L0 {1.35 * r}L{-1.35 * r} 0Z",
+        f"M0 {-b}L{b} 0L0 {b}L{-b} 0Z",
         f"M0 {1.25 * r}L{1.15 * r} {-0.85 * r}H{-1.15 * r}Z",
-        _cross(r, 0.7854),
-        _cross(r, 0.0),
+        cross,
+        cross,
     )
-    return tag(
-        "path",
-        *([tag("title", text(attributes.pop("title")))] if "title" in attributes else []),
-        d=shapes[index % STYLES],
-        transform=f"translate({number(x)} {number(y)})",
-        class_="mark",
-        **attributes,
-    )
-
-
-def _cross(r: float, turned: float) -> str:
-    """A thick cross, turned by an angle."""
-    wide, long = 0.42 * r, 1.35 * r
-    quarter = ((wide, -wide), (wide, -long), (-wide, -long), (-wide, -wide))
-    corners = []
-    for k in range(4):
-        cos, sin = math.cos(turned - k * math.pi / 2), math.sin(turned - k * math.pi / 2)
-        corners += [(x * cos - y * sin, x * sin + y * cos) for x, y in quarter[1:3]]
-        x, y = quarter[3]
-        corners.append((x * cos - y * sin, x * sin + y * cos))
-    return path(corners) + "Z"
+    kind = index % STYLES
+    turned = " rotate(45)" if kind == 5 else ""
+    hover = [tag("title", text(title))] if title else []
+    place = f"translate({number(x)} {number(y)}){turned}"
+    return tag("path", *hover, d=shapes[kind], transform=place, class_="mark")
 
 
 def dash(index: int) -> str | None:

@@ -16,9 +16,7 @@ def random_like(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 def filter_norms(weight: Tensor) -> Tensor:
-    """The norm of each slice along dimension 0 over all other dimensions, shaped to multiply.
-
-    A vector or scalar is one filter.
+    """The norm of each slice along dimension 0, shaped to multiply; a vector or scalar is one filter.
 
     Examples:
         >>> filter_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
@@ -33,8 +31,7 @@ def filter_norms(weight: Tensor) -> Tensor:
 def filter_normalised(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
     """A random direction whose filters have the norms of the weights' filters; 0 for vectors.
 
-    `d_j = z_j ‖w_j‖ / ‖z_j‖`. Scaling a layer scales its direction: nets that compute the same
-    function by rescaled layers show the same surface.
+    `d_j = z_j ‖w_j‖ / ‖z_j‖`: nets that differ by rescaled layers show the same surface.
     """
     return [
         z * (filter_norms(w) / filter_norms(z)) if w.ndim > 1 else torch.zeros_like(w)
@@ -54,11 +51,7 @@ def unit(direction: Sequence[Tensor]) -> list[Tensor]:
 
 
 def orthonormal(weights: Sequence[Tensor], count: int, seed: int) -> list[list[Tensor]]:
-    """`count` random orthonormal directions.
-
-    Each alone is uniform on the sphere; together they cover the space more evenly than
-    independent ones, and as many as there are weights cover it exactly.
-    """
+    """`count` random orthonormal directions, which cover the space more evenly than independent ones."""
     draws = [random_like(weights, seed + i) for i in range(count)]
     columns = [torch.cat([z.reshape(-1).double().cpu() for z in draw]) for draw in draws]
     return [unflatten(row, weights) for row in torch.linalg.qr(torch.stack(columns, 1))[0].T]

@@ -23,22 +23,15 @@ Loss = Callable[[Any, Tensor], Tensor]
 class Problem:
     """The loss `L(w) = mean_i loss(model_w(x_i), y_i) + weight_decay/2 ‖w‖²` on fixed samples.
 
-    `loss(output, target)` gives the mean over the samples of one batch; micro-batches are weighed
-    by their true number of samples, so uneven ones give the same `L`. The analyses work on
-    private copies: weights, buffers, mode, `requires_grad`, `.grad` and the random state of the
-    model are never touched, and each analysis starts from the weights the model has *then*.
-
-    `data` is a pair of tensors or arrays `(x, y)`, a dataset or a DataLoader that gives such pairs.
-    Of the last two all samples are loaded, once; a DataLoader that shuffles gives other samples to
-    micro-batches, but the same loss. For a part of a dataset, `torch.utils.data.Subset`.
-
-    `bn` says which statistics BatchNorm uses, and changes results by orders of magnitude:
-    `"eval"` the stored ones, frozen; `"batch"` those of each micro-batch (derivatives pass
-    through them, as in training with batches of `microbatch`); `"recalibrate"` those of the whole
-    subset, recomputed wherever the weights are moved and constant for derivatives.
-
-    `params` restricts the analysis to some parameters (per layer): names, patterns such as
-    `"layer1.*"`, or the parameters themselves. By default, all that require gradients.
+    - `loss(output, target)` gives the mean over the samples of one batch. The analyses work on
+      private copies of the model, with the weights that it has when they start.
+    - `data` is a pair of tensors or arrays `(x, y)`, or a dataset or DataLoader of such pairs, which is
+      loaded as a whole. For a part of a dataset, `torch.utils.data.Subset`.
+    - `bn` says which statistics BatchNorm uses: `"eval"` the stored ones; `"batch"` those of each
+      micro-batch, which derivatives pass through; `"recalibrate"` those of the whole subset,
+      recomputed wherever the weights are moved and constant for derivatives.
+    - `params` restricts the analysis to some parameters: names, patterns such as `"layer1.*"`, or the
+      parameters themselves. By default, all that require gradients.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -165,10 +158,10 @@ def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> li
     for want in params:
         if isinstance(want, Tensor):
             found = [name for name, p in named.items() if p is want]
+            what = f"a tensor of shape {tuple(want.shape)}"
         else:
-            found = fnmatch.filter(named, want)
+            found, what = fnmatch.filter(named, want), want
         if not found:
-            what = f"a tensor of shape {tuple(want.shape)}" if isinstance(want, Tensor) else want
             raise ValueError(
                 f"params: {what!r} is no parameter of {type(model).__name__}. "
                 f"It has: {', '.join(named)}."

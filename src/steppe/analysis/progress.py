@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -43,14 +44,8 @@ def estimate(problem: Problem, *, forwards: int = 0, gradients: int = 0, product
             (gradients, lambda: replica.gradient(rows)),
             (products, lambda: hessian.product(replica.centre, rows)),
         ]
-        flops = seconds = 0.0
-        for count, work in works:
-            if count:
-                cost = _measure(work)
-                times = count * problem.samples / size
-                flops += times * cost.flops
-                seconds += times * cost.seconds
-    return Cost(flops, seconds)
+        times = [(count * problem.samples / size, _measure(work)) for count, work in works if count]
+    return Cost(sum(n * one.flops for n, one in times), sum(n * one.seconds for n, one in times))
 
 
 def _measure(work: Callable[[], object]) -> Cost:
@@ -75,8 +70,7 @@ part that is done, from 0 to 1."""
 class Progress:
     """A line on standard error that first says the cost and then how far the work is.
 
-    `show=None` shows it where a person is looking (a terminal) and nowhere else; the estimate
-    costs two micro-batches, and is made only if it is shown. A function is called instead.
+    The estimate costs two micro-batches, and is made only if it is shown.
     """
 
     label: str
@@ -125,11 +119,8 @@ class Progress:
 
 
 def _scaled(number: float) -> str:
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if number < 1000:
-            return f"{number:.3g} {prefix}"
-        number /= 1000
-    return f"{number:.3g} E"
+    thousands = min(int(math.log10(max(number, 1.0)) / 3), 6)
+    return f"{number / 1000**thousands:.3g} {'kMGTPE'[thousands - 1 : thousands]}"
 
 
 def _duration(seconds: float) -> str:

@@ -131,25 +131,17 @@ def perturbation_curve(
     bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
-        scan = _Scan(replica, Hessian(replica), lengths, base, steps, bar, len(blocks))
-        rows = store.load()
-        work = {
-            k: passes([k], count, steps) / (count if k == "random" else len(blocks)) for k in kinds
-        }
-        done = sum(len(rows.get(kind, ())) * work[kind] for kind in kinds)
-        bar.start(problem, part=done / passes(kinds, count, steps))
-        for kind in kinds:
-            places: Sequence[Any] = blocks
-            if kind == "random":
-                places = _directions(replica, count, scale, seed)
-            for place in places[len(rows.get(kind, ())) :]:
-                row = scan.random(place) if kind == "random" else scan.adversarial(place, kind)
-                rows[kind] = torch.stack([*rows.get(kind, ()), row])
-                store.save(lambda: rows)
-    bar.close()
-    store.remove()
-    sizes = [float(len(problem.data[0][block])) for block in blocks]
-    means = [weighted_mean(rows[k], [1.0] * count if k == "random" else sizes) for k in kinds]
+        scan = _Scan(replica, Hessian(replica), lengths, base, steps)
+        parts: list[tuple[str, Any]] = [
+            (kind, b) for kind in kinds if kind != "random" for b in blocks
+        ]
+        if "random" in kinds:
+            parts += [("random", u) for u in _directions(replica, count, scale, seed)]
+        rows = store.rows(len(parts), lambda i: scan.row(*parts[i]), problem, bar)
+    sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
+    sizes |= {"random": [1.0] * count}
+    of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}
+    means = [weighted_mean(of[kind], sizes[kind]) for kind in kinds]
     return RadiusCurve(
         radii=torch.tensor(lengths, dtype=torch.float64),
         loss=torch.stack([mean[0] for mean, _ in means]),
@@ -169,10 +161,12 @@ class _Scan:
     radii: list[float]
     base: float
     steps: int
-    bar: Progress
-    blocks: int
 
-    def random(self, u: list[Tensor]) -> Tensor:
+    def row(self, kind: str, part: Any) -> Tensor:
+        loss, theory = self.random(part) if kind == "random" else self.adversarial(part, kind)
+        return torch.tensor([loss, theory], dtype=torch.float64)
+
+    def random(self, u: list[Tensor]) -> tuple[list[float], list[float]]:
         """The mean of both ways along one direction: odd terms cancel."""
         replica = self.replica
         replica.place(replica.centre)
@@ -183,25 +177,20 @@ class _Scan:
             for sign in (1.0, -1.0):
                 replica.offset(u, sign * r)
                 both.append(replica.evaluate()[0])
-                self.bar.step()
             loss.append(sum(both) / 2)
-        theory = [self.base + 0.5 * r * r * curvature for r in self.radii]
-        return torch.tensor([loss, theory], dtype=torch.float64)
+        return loss, [self.base + 0.5 * r * r * curvature for r in self.radii]
 
-    def adversarial(self, rows: slice, kind: str) -> Tensor:
+    def adversarial(self, rows: slice, kind: str) -> tuple[list[float], list[float]]:
         """Along (or from) the gradient of one batch, measured on it."""
         replica = self.replica
         v, slope = sam_direction(replica, rows)
         curvature = self.hessian.curvature(v, rows)
         base = replica.evaluate(rows)[0]
         climbing = self.steps if kind == "pgd" else 0
-        loss, theory = [], []
-        for r in self.radii:
-            loss.append(ascend(replica, rows, r, climbing, start=v)[0])
-            second = base + r * slope + 0.5 * r * r * curvature
-            theory.append(math.nan if climbing else second)
-            self.bar.step(by=(3 * climbing + 1) / self.blocks)
-        return torch.tensor([loss, theory], dtype=torch.float64)
+        loss = [ascend(replica, rows, r, climbing, start=v)[0] for r in self.radii]
+        if climbing:
+            return loss, [math.nan] * len(loss)
+        return loss, [base + r * slope + 0.5 * r * r * curvature for r in self.radii]
 
 
 def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[list[Tensor]]:
@@ -219,14 +208,8 @@ def passes(kinds: Sequence[str], count: int, steps: int) -> int:
 
 
 def _check(
-    problem: Problem,
-    radii: list[float],
-    kinds: Sequence[str],
-    batch: int,
-    count: int,
-    scale: str,
-    steps: int,
-) -> None:
+    problem: Problem, radii: list[float], kinds: Sequence[str], batch: int, count: int, scale: str, steps: int
+) -> None:  # fmt: skip
     if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
         raise ValueError(f"radii must be finite numbers of at least 0, at least one; got {radii}.")
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):

@@ -44,24 +44,19 @@ def _is_array(part: Any) -> bool:
 
 def _gathered(data: Any) -> tuple[Tensor, Tensor]:
     """The batches of a loader, or the samples of a dataset, put together."""
-    wrong = TypeError(
-        "data must be a pair of tensors or arrays (x, y), a dataset or a DataLoader that gives such "
-        f"pairs, got {type(data).__name__}."
-    )
+    kind = type(data).__name__
+    pairs: list[tuple[Tensor, Tensor]] = []
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if isinstance(data, tuple | list | dict | str) or not (
-        isinstance(data, DataLoader | IterableDataset) or indexed
-    ):
-        raise wrong
-    alone = torch.Generator()  # else a loader draws from the global one
-    batches = list(data if isinstance(data, DataLoader) else DataLoader(data, generator=alone))
-    if not batches:
-        raise ValueError(
-            f"x and y must hold at least one sample; the {type(data).__name__} is empty."
+    plain = isinstance(data, tuple | list | dict | str)
+    if isinstance(data, DataLoader | IterableDataset) or (indexed and not plain):
+        alone = torch.Generator()  # else a loader draws from the global one
+        batches = data if isinstance(data, DataLoader) else DataLoader(data, generator=alone)
+        pairs = [(*(b if isinstance(b, tuple | list) else [b]), None)[:2] for b in batches]
+        if not pairs:
+            raise ValueError(f"x and y must hold at least one sample; the {kind} is empty.")
+    if not pairs or not all(isinstance(part, Tensor) for pair in pairs for part in pair):
+        raise TypeError(
+            "data must be a pair of tensors or arrays (x, y), a dataset or a DataLoader that gives such "
+            f"pairs, got {kind}."
         )
-    pairs = [tuple(batch)[:2] for batch in batches if isinstance(batch, tuple | list)]
-    if len(pairs) < len(batches) or any(
-        len(pair) < 2 or not all(isinstance(part, Tensor) for part in pair) for pair in pairs
-    ):
-        raise wrong
     return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])

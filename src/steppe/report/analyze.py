@@ -82,8 +82,7 @@ class Analysis(ABC):
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
-        from steppe.report.analyses import is_stored, perform, problem_of
-        from steppe.report.outcomes import described
+        from steppe.report.analyses import described, is_stored, perform, problem_of
 
         function = getattr(steppe.analysis, self.function or self.name)
         progress = False if self.common.quiet else None
@@ -147,12 +146,13 @@ class Analysis(ABC):
             )
         if self.common.seeds < 1:
             raise LabError(f"seeds must be at least 1, got {self.common.seeds}.")
-        from steppe.report.subjects import find_runs
+        from steppe.report.subjects import find_runs, runs_by_method
 
         found: dict[Path, Run] = {}
         for name in self.runs:
             if name.endswith(".json"):
-                chosen = _of_comparison(name, self.common.store, self.common.seeds)
+                methods = runs_by_method(name, self.common.store)
+                chosen = [run for _, runs in methods for run in runs[: self.common.seeds]]
             else:
                 chosen = find_runs(name, self.common.store)
             found.update({run.folder: run for run in chosen})
@@ -323,17 +323,3 @@ class Analyze:
 
     def run(self) -> None:
         self.what.run()
-
-
-def _of_comparison(name: str, store: Path, seeds: int) -> list[Run]:
-    from steppe.report.subjects import find_comparison
-
-    chosen = []
-    for row in find_comparison([name], store).rows:
-        folders = [result.folder for result in row.finished[:seeds]]
-        if None in folders:
-            raise LabError(
-                f"the runs of {name} are not in {store}: give their folder, --store FOLDER."
-            )
-        chosen += [Run(folder) for folder in folders if folder is not None]
-    return chosen

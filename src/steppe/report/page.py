@@ -9,40 +9,25 @@ from typing import Any
 
 import steppe
 from steppe.lab.naming import shown_name
+from steppe.report import minima, sections
 from steppe.report.gathered import Gathered
-from steppe.report.minima import (
-    landscape_section,
-    radius_section,
-    robustness_section,
-    sharpness_section,
-    spectrum_section,
-    surface_data,
-)
 from steppe.report.provenance import provenance_section
-from steppe.report.sections import (
-    Absent,
-    Part,
-    Section,
-    accuracy_section,
-    convergence_section,
-    cost_section,
-    result_section,
-)
+from steppe.report.sections import Absent, Part, Section
 from steppe.report.summary import summary
 from steppe.report.svg import tag, text
 
 # Nothing may be fetched: what the page needs is in the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 PARTS: tuple[Part, ...] = (
-    result_section,
-    accuracy_section,
-    convergence_section,
-    cost_section,
-    robustness_section,
-    landscape_section,
-    spectrum_section,
-    radius_section,
-    sharpness_section,
+    sections.result_section,
+    sections.accuracy_section,
+    sections.convergence_section,
+    sections.cost_section,
+    minima.robustness_section,
+    minima.landscape_section,
+    minima.spectrum_section,
+    minima.radius_section,
+    minima.sharpness_section,
     provenance_section,
 )
 
@@ -51,32 +36,25 @@ def page(gathered: Gathered) -> str:
     """The page as text."""
     gathered, key = gathered.shortened()
     made = [part(gathered) for part in PARTS]
-    sections = [part for part in made if isinstance(part, Section)]
     title = _title(gathered)
-    links = [tag("li", tag("a", text(s.title), href=f"#{s.key}")) for s in sections]
+    links = [
+        tag("li", tag("a", text(part.title), href=f"#{part.key}"))
+        for part in made
+        if isinstance(part, Section)
+    ]
     head = tag(
         "header",
         tag("p", text("steppe report"), class_="kicker"),
         tag("h1", text(title)),
         summary(gathered),
-        *(
-            tag("p", tag("b", text(short)), text(f": {label}"), class_="note")
-            for short, label in key.items()
-        ),
+        *(tag("p", tag("b", text(k)), text(f": {v}"), class_="note") for k, v in key.items()),
         tag("nav", tag("ul", *links), aria_label="Sections"),
     )
     main = tag("main", *map(_placed, made))
-    foot = tag(
-        "footer",
-        text(f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."),
-    )
-    body = (
-        head
-        + main
-        + foot
-        + _data(surface_data(gathered))
-        + f"<script>{asset('report.js')}</script>"
-    )
+    made_by = f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."
+    data = _data(minima.surface_data(gathered))
+    script = f"<script>{asset('report.js')}</script>"
+    body = head + main + tag("footer", text(made_by)) + data + script
     return (
         '<!DOCTYPE html>\n<html lang="en" class="no-script">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

@@ -35,7 +35,7 @@ from steppe.report.canvas import (
     shared_legend,
 )
 from steppe.report.sections import interval
-from steppe.report.subjects import find_comparison, find_runs
+from steppe.report.subjects import find_runs, runs_by_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -161,28 +161,23 @@ def write_picture(stored: Stored, name: str) -> Path | None:
     """The picture of a stored analysis, as PNG beside its numbers; None without matplotlib."""
     try:
         figure = figure_of({_run_label(stored.run): stored.result})
-    except ImportError as error:
-        logger.info("no picture: %s", error)
-        return None
-    except ValueError as error:  # nothing finite to show
+    except (ImportError, ValueError) as error:  # a ValueError: nothing finite to show
         logger.info("no picture: %s", error)
         return None
     (file,) = save_figure(figure, stored.run.folder / FOLDER / name, formats=("png",))
     return file
 
 
-def analysis_figure(kind: str, names: Sequence[str], store: Path) -> Figure:
-    """One figure of the stored analyses of runs, or of a comparison's methods."""
-    if not names:
-        raise LabError(f"say which runs: steppe figure {kind} RUN; `steppe runs` lists them.")
+def analysis_figure(kind: str, runs: Sequence[tuple[str, list[Run]]], store: Path) -> Figure:
+    """One figure of stored analyses: by each name that of the first of its runs which has one."""
     found: dict[str, Result] = {}
     missing: list[str] = []
-    for text, run in _labelled_runs(names, store, kind):
-        stored = load(run, kind)
+    for name, its in runs:
+        stored = next(filter(None, (load(run, kind) for run in its)), None)
         if stored is None:
-            missing.append(run.name)
+            missing.append(its[0].name)
         else:
-            found[text] = stored.result
+            found[name] = stored.result
     if missing:
         where = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
         raise LabError(
@@ -192,23 +187,18 @@ def analysis_figure(kind: str, names: Sequence[str], store: Path) -> Figure:
     return figure_of(found)
 
 
-def _labelled_runs(names: Sequence[str], store: Path, kind: str) -> list[tuple[str, Run]]:
-    """Runs by what a figure calls them; of a comparison's method the first that has the analysis."""
-    labelled: list[tuple[str, Run]] = []
+def named_runs(names: Sequence[str], store: Path) -> list[tuple[str, list[Run]]]:
+    """Runs by what a figure calls them; a comparison's by method."""
+    found: list[tuple[str, list[Run]]] = []
     for name in names:
         if name.endswith(".json"):
-            for row in find_comparison([name], store).rows:
-                runs = [Run(r.folder) for r in row.finished if r.folder is not None]
-                if not runs:
-                    raise LabError(f"the runs of {name} are not in {store}: give --store FOLDER.")
-                chosen = next((run for run in runs if load(run, kind)), runs[0])
-                labelled.append((row.label, chosen))
+            found += runs_by_method(name, store)
         else:
-            labelled += [(_run_label(run), run) for run in find_runs(name, store)]
-    texts = [text for text, _ in labelled]
+            found += [(_run_label(run), [run]) for run in find_runs(name, store)]
+    texts = [text for text, _ in found]
     return [
-        (text if texts.count(text) == 1 else f"{text}, {run.name.rpartition('-')[2]}", run)
-        for text, run in labelled
+        (text if texts.count(text) == 1 else f"{text}, {runs[0].name.rpartition('-')[2]}", runs)
+        for text, runs in found
     ]
 
 

@@ -25,28 +25,29 @@ def provenance_section(gathered: Gathered) -> Section:
     return Section("provenance", "Behind the numbers", "".join(parts))
 
 
-def _configs(gathered: Gathered) -> list[dict[str, Any]]:
-    return [result.config.to_dict() for row in gathered.rows for result in row.results]
+def _varying(gathered: Gathered) -> tuple[dict[str, Any], list[str]]:
+    """The first run's settings, and the names of those that differ among runs."""
+    first, *others = [r.config.to_dict() for row in gathered.rows for r in row.results]
+    shown = [name for name in first if name not in HIDDEN]
+    return first, [name for name in shown if any(o[name] != first[name] for o in others)]
 
 
 def _settings(gathered: Gathered) -> str:
-    configs = _configs(gathered)
-    names = [name for name in configs[0] if name not in HIDDEN and not _varies(configs, name)]
-    rows = [(name, _plain(configs[0][name])) for name in names if configs[0][name] is not None]
+    config, varying = _varying(gathered)
     example = gathered.comparison.example
-    rows = [
-        ("recipe", configs[0]["recipe"] or "none"),
-        ("data", f"{configs[0]['data']} {f'({example.data_note})' if example.data_note else ''}"),
-        ("weights of the model", f"{example.parameters:,}"),
-        ("steps", str(example.steps)),
-        *(row for row in rows if row[0] not in ("data", "steps")),
-    ]
-    return html_table(("setting", "value"), rows, kind="settings")
+    known = {
+        "recipe": config["recipe"] or "none",
+        "data": f"{config['data']} {f'({example.data_note})' if example.data_note else ''}",
+        "weights of the model": f"{example.parameters:,}",
+        "steps": str(example.steps),
+    }
+    out = {*HIDDEN, *varying, *known}
+    shared = {k: _plain(v) for k, v in config.items() if k not in out and v is not None}
+    return html_table(("setting", "value"), list({**known, **shared}.items()), kind="settings")
 
 
 def _methods(gathered: Gathered) -> str:
-    configs = _configs(gathered)
-    varying = [n for n in configs[0] if n not in HIDDEN and _varies(configs, n)]
+    _, varying = _varying(gathered)
     rows = []
     for row in gathered.rows:
         config = row.results[0].config.to_dict()
@@ -63,28 +64,21 @@ def _methods(gathered: Gathered) -> str:
 
 
 def _environments(gathered: Gathered) -> str:
-    records = [
-        json.dumps(result.environment, sort_keys=True)
-        for row in gathered.rows
-        for result in row.results
-    ]
-    parts = []
-    for record, count in Counter(records).most_common():
-        known = json.loads(record)
-        rows = [(name, _plain(value)) for name, value in known.items() if value is not None]
-        parts.append(
-            html_table((f"{count} runs" if count > 1 else "1 run", ""), rows, kind="settings")
-        )
-    return "".join(parts)
+    results = [result for row in gathered.rows for result in row.results]
+    records = Counter(json.dumps(result.environment, sort_keys=True) for result in results)
+    tables = []
+    for record, count in records.most_common():
+        rows = [(k, _plain(v)) for k, v in json.loads(record).items() if v is not None]
+        header = (f"{count} runs" if count > 1 else "1 run", "")
+        tables.append(html_table(header, rows, kind="settings"))
+    return "".join(tables)
 
 
 def _analyses(gathered: Gathered) -> str:
     rows = []
     for name, found in gathered.analyses.items():
         for stored in found.values():
-            asked = ", ".join(
-                f"{k} {_plain(v)}" for k, v in stored.request.items() if k != "analysis"
-            )
+            asked = _plain({k: v for k, v in stored.request.items() if k != "analysis"})
             where = stored.environment
             versions = f"steppe {where.get('steppe')} ({where.get('commit') or 'installed'}), torch {where.get('torch')}"
             data = stored.result.origin
@@ -92,10 +86,6 @@ def _analyses(gathered: Gathered) -> str:
             rows.append((name, stored.run.name, asked, hashes, versions, f"{stored.seconds:.1f} s"))
     header = ("analysis", "run", "asked for", "digests", "with", "time")
     return html_table(header, rows, kind="wordy")
-
-
-def _varies(configs: list[dict[str, Any]], name: str) -> bool:
-    return any(config[name] != configs[0][name] for config in configs)
 
 
 def _folded(title: str, body: str) -> str:

@@ -99,6 +99,17 @@ def _results(name: str, store: Path) -> list[Result]:
     return [_finished(run) for run in find_runs(name, store)]
 
 
+def runs_by_method(file: str, store: Path) -> list[tuple[str, list[Run]]]:
+    """The finished runs of a comparison's methods, by label."""
+    found = []
+    for row in find_comparison([file], store).rows:
+        runs = [Run(result.folder) for result in row.finished if result.folder is not None]
+        if not runs:
+            raise LabError(f"the runs of {file} are not in {store}: give --store FOLDER.")
+        found.append((row.label, runs))
+    return found
+
+
 def find_runs(name: str, store: Path) -> list[Run]:
     """Runs by folder, name, part of a name that no other has, or pattern with `*`."""
     if "*" in name or "?" in name:

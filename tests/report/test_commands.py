@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from steppe.analysis import Landscape, Result
+from steppe.analysis.progress import Checkpoint
 from steppe.cli import run
 from steppe.lab.runs import Run, Store
 from steppe.report.analyses import problem_of
@@ -52,7 +53,6 @@ def test_other_settings_are_done_anew_after_an_estimate(capsys, in_lab):
 
 def test_an_interrupted_analysis_goes_on(in_lab, monkeypatch):
     """The points done before the stop are not done again."""
-    checkpoint = importlib.import_module("steppe.analysis.checkpoint")
     module = importlib.import_module("steppe.analysis.landscape")
     found = a_run("rwp")
     arguments = ["analyze", "landscape", found.name, "--samples", "20", "--n", "5", "-q"]
@@ -65,9 +65,9 @@ def test_an_interrupted_analysis_goes_on(in_lab, monkeypatch):
             raise KeyboardInterrupt
         real(self, weights)
 
-    init = checkpoint.Checkpoint.__init__
+    init = Checkpoint.__init__
     monkeypatch.setattr(
-        checkpoint.Checkpoint,
+        Checkpoint,
         "__init__",
         lambda self, path, settings: init(self, path, settings, 0.0),
     )

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.results import Result
 
 

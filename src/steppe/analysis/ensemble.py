@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from steppe.analysis.calibration import calibration_error
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 from steppe.perturbing import perturbed

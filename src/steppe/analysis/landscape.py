@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import filter_normalised, length
 from steppe.analysis.problem import Problem, digest
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 

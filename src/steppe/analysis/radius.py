@@ -11,18 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steppe.analysis.ascent import ascend, sam_direction
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import (
+    ascend,
     filter_norms,
     orthonormal,
     random_like,
+    sam_direction,
     unit,
     weighted_mean,
 )
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 

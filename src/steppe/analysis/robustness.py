@@ -22,9 +22,8 @@ from steppe.analysis.changes import (
     WeightNoise,
     input_scale,
 )
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.problem import Problem, digest
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Checkpoint, Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
 from steppe.batchnorm import batch_size, recompute_norm_stats, tracked_norms

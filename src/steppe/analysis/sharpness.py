@@ -11,11 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steppe.analysis.ascent import ascend, sam_direction
-from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.directions import random_like, weighted_mean
+from steppe.analysis.directions import ascend, random_like, sam_direction, weighted_mean
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -89,16 +88,13 @@ def is_stored(run: Run, name: str, request: Request) -> bool:
     return found is not None and dict(found.request) == json.loads(json.dumps(dict(request)))
 
 
-def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result]) -> Stored:
-    """Do an analysis and keep it, resuming an interrupted one with this request.
-
-    `work` is given the file for its checkpoint.
-    """
+def perform(run: Run, name: str, request: Request, work: Callable[..., Result]) -> Stored:
+    """Do an analysis and keep it, resuming an interrupted one with this request."""
     folder = run.folder / FOLDER
     digest = hashlib.sha256(json.dumps(dict(request), sort_keys=True).encode()).hexdigest()[:12]
     begin = time.perf_counter()
     with explained(f"{name} of {run.name}"):
-        result = work(folder / f".{name}-{digest}.npz")
+        result = work(checkpoint=folder / f".{name}-{digest}.npz")
     about: dict[str, Any] = {
         "request": dict(request),
         "seconds": round(time.perf_counter() - begin, 3),

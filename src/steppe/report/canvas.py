@@ -69,6 +69,14 @@ def marked_style(index: int) -> dict[str, Any]:
     return {**line_style(index), "marker": MARKS[index % len(MARKS)]}
 
 
+def error_bars(
+    axis: Any, index: int, x: Any, y: Any, errors: Any, label: str, **style: Any
+) -> None:
+    """The line with this number, with marks and bars."""
+    bars = {"yerr": errors, "markersize": 4, "capsize": 2, "label": label or None}
+    axis.errorbar(x, y, **{**marked_style(index), **bars, **style})
+
+
 def plain_ticks(axis: Any) -> None:
     """Write 0.6, not 6 x 10^-1, on a logarithmic axis of few decades."""
     from matplotlib.ticker import LogFormatter

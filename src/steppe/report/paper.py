@@ -18,7 +18,7 @@ from steppe.lab.runs import DEFAULT_STORE, Run, Store
 from steppe.lab.specs import label, parse
 from steppe.lab.statistics import mean_std
 from steppe.report import figures
-from steppe.report.canvas import SURFACE, marked_style, panels, plain_ticks
+from steppe.report.canvas import SURFACE, error_bars, marked_style, panels, plain_ticks
 from steppe.report.pictures import analysis_figure
 from steppe.report.sections import mean_curve
 from steppe.report.subjects import compared, find_results
@@ -275,7 +275,7 @@ def generalisation_figure(groups: Mapping[str, Sequence[Group]]) -> Figure:
             words = {"fontsize": "x-small", "color": style["color"], "textcoords": "offset points"}
             left.annotate(f"{strength:g}", place, xytext=(5, 4 - 12 * (i % 2)), **words)
         means, stds = zip(*(group.scores("test") for group in ordered), strict=True)
-        right.errorbar(strengths, means, yerr=stds, **style, capsize=2, label=name)
+        error_bars(right, i, strengths, means, stds, name)
     left.set_xlabel(f"final training loss ({_loss_name(example)})")
     left.set_ylabel(f"gap in {example.metric}, train to test")
     right.set_xlabel(f"{kinds[0]} (bars: standard deviation over seeds)")

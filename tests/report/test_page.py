@@ -13,12 +13,12 @@ from steppe.lab.runs import Run
 from steppe.lab.sentences import comparison_sentence
 from steppe.lab.survival import survival_sentence
 from steppe.report import minima
+from steppe.report.charts import Scale, scale_for, shown
 from steppe.report.gathered import Gathered
 from steppe.report.maps import contour, grid_of, heights_of
 from steppe.report.page import page
 from steppe.report.subjects import compared, find_comparison, find_results
 from steppe.report.summary import best_row, notices
-from steppe.report.svg import Scale, scale_for, shown
 
 EVIL = "<script>alert(1)</script>\"'&"
 VOID = {"meta"}

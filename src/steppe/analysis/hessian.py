@@ -29,15 +29,6 @@ class Hessian:
     - `"auto"` is `"tangent"` where that agrees with `"backward"` on the first micro-batch, else
       `"backward"`: softmax inside a model (torch raises), BatchNorm with batch statistics (torch's
       derivative is wrong without an error).
-
-    Examples:
-        >>> from steppe.analysis import Problem
-        >>> model = torch.nn.Linear(2, 1, bias=False).double()
-        >>> data = torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.zeros(2, 1).double()
-        >>> problem = Problem(model, lambda out, y: (out - y).square().mean() / 2, data)
-        >>> with problem.replica() as replica:
-        ...     Hessian(replica)(torch.tensor([1.0, 1.0]).double())
-        tensor([2.0000, 0.5000], dtype=torch.float64)
     """
 
     replica: Replica

@@ -110,8 +110,7 @@ class Robustness(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each change and each way of BatchNorm's statistics."""
-        mean = {metric: self._over_draws(metric, _mean) for metric in METRICS}
-        spread = {metric: self._over_draws(metric, _std) for metric in METRICS}
+        means, stds = ({m: self._over_draws(m, f) for m in METRICS} for f in (_mean, _std))
         return [
             {
                 "change": label,
@@ -120,8 +119,8 @@ class Robustness(Result):
                 "size": self.sizes[c],
                 "statistics": statistics,
                 "draws": self.counts[c],
-                **{m: float(mean[m][s, c]) for m in METRICS},
-                **{f"{m}_std": float(spread[m][s, c]) for m in METRICS},
+                **{m: float(values[s, c]) for m, values in means.items()},
+                **{f"{m}_std": float(values[s, c]) for m, values in stds.items()},
             }
             for c, label in enumerate(self.labels)
             for s, statistics in enumerate(self.statistics)
@@ -135,18 +134,19 @@ class Robustness(Result):
         """One line a change; accuracy in per cent, with the standard deviation over draws."""
         from steppe.lab.tables import Table
 
-        classes = not bool(self.accuracy[0].isnan().all())
         names = {"accuracy": "accuracy %", "loss": "loss", "ece": "ECE %"}
-        metrics = tuple(names) if classes else ("loss",)
-        several = len(self.statistics) > 1
+        if self.accuracy[0].isnan().all():
+            names = {"loss": "loss"}
+        ways = len(self.statistics)
         header = ["change"]
-        columns = [list(self.labels)]
-        for s, statistics in enumerate(self.statistics):
-            for metric in metrics:
-                header.append(names[metric] + (f", {statistics}" if several else ""))
-                columns.append(self._cells(metric, s))
-        lines = tuple(zip(*columns, strict=True))
-        return Table(tuple(header), lines, notes=self.notes()).render(form)
+        for way in self.statistics:
+            header += [f"{name}, {way}" if ways > 1 else name for name in names.values()]
+        rows = self.rows()
+        lines = [
+            (label, *(_cell(row, metric) for row in rows[ways * c :][:ways] for metric in names))
+            for c, label in enumerate(self.labels)
+        ]
+        return Table(tuple(header), tuple(lines), notes=self.notes()).render(form)
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the table must know."""
@@ -156,45 +156,33 @@ class Robustness(Result):
             + (" (two or more dimensions, no embeddings)." if self.include == "matrices" else ".")
         ]
         if "rounding" in self.kinds:
-            said.append(
-                "Rounding: symmetric, to nearest, 2^bits - 1 levels (2 bits: -1, 0, 1), one scale as named."
-            )
+            levels = "2^bits - 1 levels (2 bits: -1, 0, 1)"
+            said.append(f"Rounding: symmetric, to nearest, {levels}, one scale as named.")
         if self.draws > 1 and max(self.counts) > 1:
-            said.append(
-                f"Noise: mean ± standard deviation over {self.draws} draws taken with both signs."
-            )
+            over = f"{self.draws} draws taken with both signs"
+            said.append(f"Noise: mean ± standard deviation over {over}.")
         if "recalibrated" in self.statistics:
             said.append(self._recalibration_words())
         elif self.norms and self.statistics == ("as is",):
-            said.append(
-                "BatchNorm statistics as stored; training batches (recalibrate=) show them recalibrated."
-            )
+            more = "training batches (recalibrate=) show them recalibrated"
+            said.append(f"BatchNorm statistics as stored; {more}.")
         return tuple(said)
 
     def _recalibration_words(self) -> str:
         shift = self.recalibration_shift
         said = f"Recalibrated from {self.recalibration_samples} training samples after the change."
-        if math.isnan(shift):
-            return said
-        said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points"
-        if abs(shift) <= MOVED:
-            return f"{said}."
-        return (
-            f"{said}: compare recalibrated numbers with the recalibrated unchanged model, and check "
-            "that the batches come from the training pipeline with its augmentation."
-        )
+        if not math.isnan(shift):
+            said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
+        if abs(shift) > MOVED:
+            said += (
+                " Compare recalibrated numbers with the recalibrated unchanged model, and check that "
+                "the batches come from the training pipeline with its augmentation."
+            )
+        return said
 
     def _over_draws(self, metric: str, number: Callable[[Tensor], Tensor]) -> Tensor:
         values = self.values[METRICS.index(metric)]
         return torch.stack([number(values[:, c, :n]) for c, n in enumerate(self.counts)], 1)
-
-    def _cells(self, metric: str, s: int) -> list[str]:
-        scale, form = (1, ".4g") if metric == "loss" else (100, ".1f")
-        means, stds = (scale * self._over_draws(metric, f)[s] for f in (_mean, _std))
-        return [
-            f"{mean:{form}}" + (f" ± {std:{form}}" if metric == "accuracy" and n > 1 else "")
-            for mean, std, n in zip(means.tolist(), stds.tolist(), self.counts, strict=True)
-        ]
 
 
 def _mean(draws: Tensor) -> Tensor:
@@ -203,3 +191,10 @@ def _mean(draws: Tensor) -> Tensor:
 
 def _std(draws: Tensor) -> Tensor:
     return draws.std(1) if draws.shape[1] > 1 else torch.full_like(draws[:, 0], torch.nan)
+
+
+def _cell(row: dict[str, Any], metric: str) -> str:
+    if metric == "loss":
+        return f"{row[metric]:.4g}"
+    spread = metric == "accuracy" and row["draws"] > 1
+    return f"{100 * row[metric]:.1f}" + (f" ± {100 * row['accuracy_std']:.1f}" if spread else "")

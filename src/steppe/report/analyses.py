@@ -25,7 +25,7 @@ from steppe.lab.errors import LabError, explained
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.trained import device, load_trained, training_batches
-from steppe.report.svg import shown_within
+from steppe.report.charts import shown_within
 
 FOLDER = "analysis"
 Request = Mapping[str, Any]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from steppe.analysis import Landscape
-from steppe.report.svg import Scale, number, path, shown, tag, text
+from steppe.report.charts import Scale, number, path, shown, tag, text
 
 # Viridis at sixteen even places: even steps look even, with and without full colour vision.
 PALETTE = (

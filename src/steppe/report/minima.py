@@ -9,17 +9,8 @@ from typing import Any
 from steppe.analysis import RadiusCurve, Result, Robustness
 from steppe.lab.statistics import mean_std
 from steppe.lab.survival import survival_table
-from steppe.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Series,
-    area_chart,
-    line_chart,
-)
+from steppe.report import charts
+from steppe.report.charts import Series, line_chart, shown, shown_within, tag, text
 from steppe.report.gathered import Gathered
 from steppe.report.maps import PALETTE, grid_of, heights_of, landscape_map, scale_bar
 from steppe.report.sections import (
@@ -33,7 +24,6 @@ from steppe.report.sections import (
     value_range,
 )
 from steppe.report.survival import BACKWARDS, has_accuracy, measured_alike, survival_curves
-from steppe.report.svg import Scale, scale_for, shown, shown_within, tag, text
 
 Groups = Mapping[int, Sequence[Robustness]]
 KINDS = {
@@ -78,7 +68,7 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
     accuracy = has_accuracy(every)
     label = "accuracy %" if accuracy else "loss"
     curves = {index: survival_curves(group, accuracy) for index, group in groups.items()}
-    charts = []
+    drawn = []
     for statistics in every[0].statistics:
         for panel in next(iter(curves.values()))[statistics]:
             series = [
@@ -91,9 +81,9 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
                 for index, its in curves.items()
             ]
             way = f", BatchNorm {statistics}" if len(every[0].statistics) > 1 else ""
-            charts.append(_chart(series, panel, way, label))
+            drawn.append(_chart(series, panel, way, label))
     notes = [_borne(gathered, groups), _about(groups), _origin(groups)]
-    return legend(gathered, groups) + columns(charts) + note(*filter(None, notes))
+    return legend(gathered, groups) + columns(drawn) + note(*filter(None, notes))
 
 
 def _chart(series: Sequence[Series], panel: str, way: str, label: str) -> str:
@@ -151,12 +141,11 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
                      width=480, height=380)  # fmt: skip
         views.append(captioned(canvas, words + holes + "."))
         maps.append(captioned(landscape_map(name, surface, heights), name))
-    buttons = (("left", "←"), ("right", "→"), ("up", "↑"), ("down", "↓"), ("in", "+"), ("out", "−"))
-    names = {"in": "Zoom in", "out": "Zoom out"}
+    buttons = zip("←→↑↓+−", ("left", "right", "up", "down", "in", "out"), strict=True)
     controls = "".join(
         tag("button", text(sign), type="button", data_turn=way,
-            aria_label=names.get(way, f"Turn {way}"))
-        for way, sign in buttons
+            aria_label=f"{'Zoom' if sign in '+−' else 'Turn'} {way}")
+        for sign, way in buttons
     )  # fmt: skip
     reset = tag("button", "Reset", type="button", data_turn="reset")
     kind = "logarithmic " if heights.log else ""
@@ -199,28 +188,27 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
         return Absent("Spectra", gathered.command("steppe analyze spectrum"))
     peak = max(float(s.density.max()) for s in spectra.values())
     grids = [float(end) for s in spectra.values() for end in (s.grid[0], s.grid[-1])]
-    x = scale_for(grids, LEFT, WIDTH - RIGHT, margin=0.02)
-    y = Scale(1e-7 * peak, 4 * peak, HEIGHT - BOTTOM, TOP, log=True)
-    charts, rows = [], []
+    x = charts.scale_for(grids, *charts.ACROSS, margin=0.02)
+    y = charts.Scale(1e-7 * peak, 4 * peak, *charts.UPWARDS, log=True)
+    drawn, rows = [], []
     for index, s in spectra.items():
         name = gathered.rows[index].label
-        largest = f"λmax = {shown(s.largest, 3)}"
         said = shown_within(s.largest, s.largest_residual)
         trace = f"{shown(s.trace)} ± {shown(s.trace_error, 2)}"
-        points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))
+        points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))[::2]
+        mark = (s.largest, f"λmax = {shown(s.largest, 3)}")
         labels = ("eigenvalue of the Hessian", "density")
         summary = f"Spectrum of {name}: largest eigenvalue {said}, trace {trace}."
-        chart = area_chart(points[::2], index, x, y, (s.largest, largest), labels, summary)
-        charts.append(captioned(chart, f"{name}: trace {trace}"))
-        negative = shown(s.smallest)
+        chart = charts.area_chart(points, index, x, y, mark, labels, summary)
+        drawn.append(captioned(chart, f"{name}: trace {trace}"))
         probes = f"{s.steps} × {s.probes}"
-        rows.append((name, said, negative, trace, probes, str(s.origin["bn"])))
+        rows.append((name, said, shown(s.smallest), trace, probes, str(s.origin["bn"])))
     header = ("method", "largest eigenvalue", "smallest", "trace ± error", "products", "BatchNorm")
     about = (
         "All on common axes: the narrower, the flatter. The density is smoothed and logarithmic. "
         + origin_words(spectra.values())
     )
-    body = columns(charts) + html_table(header, rows) + note(about)
+    body = columns(drawn) + html_table(header, rows) + note(about)
     return Section("spectra", "Spectra of the Hessian", body)
 
 
@@ -229,23 +217,23 @@ def radius_section(gathered: Gathered) -> Section | Absent:
     curves = gathered.results("radius")
     if not curves:
         return Absent("Radius curves", gathered.command("steppe analyze radius"))
-    charts = []
+    drawn = []
     for kind, words in KINDS.items():
         series = [line for i, c in curves.items() for line in _curve(c, kind, i, gathered)]
-        drawn = [s for s in series if not s.theory]
-        if drawn:
-            said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in drawn)
+        lines = [s for s in series if not s.theory]
+        if lines:
+            said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in lines)
             summary = f"Loss against radius, {words}. At the largest radius: {said}"
-            low, high = value_range(drawn)
+            low, high = value_range(lines)
             log = low > 0 and high > 20 * low
             chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=log)
-            charts.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
+            drawn.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
     first = next(iter(curves.values()))
     about = (
         f"Bars: standard errors, over {first.directions} pairs of directions or over batches of "
         f"{first.batch}. Pale lines: second-order theory. {origin_words(curves.values())}"
     )
-    body = legend(gathered, curves) + columns(charts) + note(about)
+    body = legend(gathered, curves) + columns(drawn) + note(about)
     return Section("radius", "Loss against radius", body)
 
 

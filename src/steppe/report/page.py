@@ -11,10 +11,10 @@ from typing import Any
 import steppe
 from steppe.lab.naming import shown_name
 from steppe.report import minima, sections
+from steppe.report.charts import tag, text
 from steppe.report.gathered import Gathered
 from steppe.report.sections import Absent, Part, Section
 from steppe.report.summary import summary
-from steppe.report.svg import tag, text
 
 # Nothing may be fetched: what the page needs is in the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

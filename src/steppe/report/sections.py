@@ -10,9 +10,19 @@ from steppe.lab.comparison import Row
 from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
-from steppe.report.charts import Interval, Series, interval_chart, line_chart
+from steppe.report.charts import (
+    DASHES,
+    STYLES,
+    Interval,
+    Series,
+    interval_chart,
+    line_chart,
+    marker,
+    shown,
+    tag,
+    text,
+)
 from steppe.report.gathered import Gathered
-from steppe.report.svg import STYLES, dash, marker, shown, tag, text
 
 
 @dataclass(frozen=True)
@@ -46,38 +56,32 @@ def result_section(gathered: Gathered) -> Section:
 
 def accuracy_section(gathered: Gathered) -> Section:
     """The deciding metric with intervals and single seeds, and the differences to the baseline."""
-    comparison = gathered.comparison
-    example = comparison.example
-    metric = example.metric
+    comparison, example = gathered.comparison, gathered.comparison.example
+    metric, base = example.metric, comparison.baseline.label
     name = NAMES.get(metric, metric)
+    form = (lambda v: f"{v:.2f}") if example.unit else shown
     means, differences = [], []
     for index, row in enumerate(comparison.rows):
         low, mean, high = interval(row, metric)
         values = row.values("test", metric)
-        form = (lambda v: f"{v:.2f}") if example.unit else shown
         words = form(mean) + (f" [{form(low)}, {form(high)}]" if math.isfinite(low) else "")
-        means.append(
-            Interval(row.label, index, mean, low, high, values, words if values else "diverged")
-        )
+        if not values:
+            words = "diverged"
+        means.append(Interval(row.label, index, mean, low, high, words, values))
         found = row.difference
         if found is not None and found.n:
             words = f"{signed(found.mean, 2 if example.unit else 4)}, {found.verdict}"
+            ends = (found.mean, found.low, found.high)
             hollow = found.verdict in ("no difference seen", "too few seeds")
-            bounds = (found.low, found.high)
-            differences.append(
-                Interval(row.label, index, found.mean, *bounds, (), words, hollow=hollow)
-            )
+            differences.append(Interval(row.label, index, *ends, words, hollow=hollow))
     way = "higher" if example.higher_is_better else "lower"
     summary = f"Test {metric} of each method. " + "; ".join(f"{r.name} {r.words}" for r in means)
-    charts = [
-        captioned(
-            interval_chart(means, f"test {name}", summary),
-            f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, "
-            "and each seed as a dot.",
-        )
-    ]
+    about = (
+        f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, and each "
+        "seed as a dot."
+    )
+    charts = [captioned(interval_chart(means, f"test {name}", summary), about)]
     if differences:
-        base = comparison.baseline.label
         summary = f"Difference to {base}. " + "; ".join(f"{r.name} {r.words}" for r in differences)
         chart = interval_chart(differences, f"test {name}, minus {base}", summary, zero=True)
         about = (
@@ -176,7 +180,7 @@ def legend(gathered: Gathered, rows: Iterable[int]) -> str:
     """Names of rows with their marks; pressing one brings its lines to the front."""
     items = []
     for index in rows:
-        line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=dash(index))
+        line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=DASHES[index % STYLES])
         sample = tag("svg", line, marker(19, 8, index), viewBox="0 0 38 16", aria_hidden="true")
         button = tag("button", sample, text(gathered.rows[index].label), type="button",
                      aria_pressed="false", data_pick=index, class_=f"s{index % STYLES}")  # fmt: skip

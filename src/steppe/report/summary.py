@@ -15,9 +15,9 @@ from steppe.lab.sentences import (
 from steppe.lab.statistics import compare_all, mean_std
 from steppe.lab.survival import UNCHANGED, survival_cells
 from steppe.lab.tables import join_words
+from steppe.report.charts import shown, tag, text
 from steppe.report.gathered import Gathered
 from steppe.report.survival import has_accuracy, measured_alike, survival_curves
-from steppe.report.svg import shown, tag, text
 
 
 def summary(gathered: Gathered) -> str:

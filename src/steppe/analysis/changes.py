@@ -81,10 +81,8 @@ class Rounding(Change):
 def rounded(weight: Tensor, bits: int, per: Literal["filter", "tensor"] | int) -> Tensor:
     """One tensor, rounded as `Rounding` says.
 
-    Examples:
-        >>> rounded(torch.tensor([[3.0, -1.6, 0.4], [0.0, 0.0, 0.0]]), 3, "filter")
-        tensor([[ 3., -2.,  0.],
-                [ 0.,  0.,  0.]])
+    >>> rounded(torch.tensor([[3.0, -1.6, 0.4]]), 3, "filter")
+    tensor([[ 3., -2.,  0.]])
     """
     rows = weight.double().reshape(1 if per == "tensor" or weight.ndim < 2 else len(weight), -1)
     length = rows.shape[1]
@@ -134,8 +132,7 @@ def _pruned(weight: Tensor, amount: float) -> Tensor:
 class TwoOfFour(Change):
     """Of every four weights along dimension 1 (the inputs) the two smallest set to zero.
 
-    The pattern that GPUs run at twice the speed. Tensors whose dimension 1 is no multiple of four
-    stay dense, as they do there.
+    Tensors whose dimension 1 is no multiple of four stay dense, as they do on GPUs.
     """
 
     kind: ClassVar[str] = "2:4 pruning"

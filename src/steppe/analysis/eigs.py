@@ -20,9 +20,8 @@ from steppe.analysis.results import Result
 class Eigenvalues(Result):
     """The k largest eigenvalues (algebraic, descending), and the smallest if asked for (ascending).
 
-    `residuals` are bounds of `‖H y - value y‖` and at least half of the tolerance: an eigenvalue
-    lies no farther from the value than that, and the one that was asked for does so in all but a
-    few searches in a thousand (see `top_eigs`). `products` counts all Hessian products spent.
+    `residuals` bound `‖H y - value y‖`: an eigenvalue lies no farther from the value than that (see
+    `top_eigs`). `products` counts all Hessian products spent.
     """
 
     values: Tensor

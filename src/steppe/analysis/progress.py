@@ -92,18 +92,15 @@ class Progress:
         part: float = 0.0,
     ) -> None:
         """Say what is left to do; `part` of it (0 to 1) was done before a stop."""
-        self.done = part * self.total
         if self.show is None:
             self.show = sys.stderr.isatty()
-        if callable(self.show):
-            self.show(part)
-        elif self.show:
-            left = max(self.total - int(self.done), 1)
+        self._begin, self._first = time.monotonic(), part * self.total
+        if self.show is True:
+            left = max(self.total - int(self._first), 1)
             rest = f"{left} to go, " if part else ""
             cost = estimate(problem, **{unit: left})
             sys.stderr.write(f"{self.label}: {self.total} {unit}, {rest}{cost}\n")
-        self._begin = time.monotonic()
-        self._first = self.done
+        self.step(by=self._first)
 
     def step(self, note: str = "", *, by: float = 1) -> None:
         self.done += by
@@ -118,9 +115,8 @@ class Progress:
             sys.stderr.flush()
 
     def close(self) -> None:
-        if callable(self.show):
-            self.show(1.0)
-        elif self.show:
+        self.step(by=max(self.total - self.done, 0))
+        if self.show is True:
             sys.stderr.write("\n")
 
 

@@ -34,10 +34,9 @@ Scale = Literal["isotropic", "filter"]
 class RadiusCurve(Result):
     """Mean loss at each radius for each kind: `loss[k, r]` for `kinds[k]` at `radii[r]`.
 
-    `error` is the standard error of that mean: over antithetic pairs of directions for random,
-    over batches for adversarial (NaN where there is only one). `theory[k, r]` is the second-order
-    expansion along the same directions (NaN for pgd, which has none). `base` is the loss without
-    perturbation.
+    `error` is the standard error over antithetic pairs of directions, or over batches (NaN where
+    there is only one). `theory` is the second-order expansion along the same directions (NaN for
+    pgd), `base` the loss without perturbation.
     """
 
     radii: Tensor
@@ -64,9 +63,10 @@ class RadiusCurve(Result):
         """
         if not rise > 0:
             raise ValueError(f"rise must be above 0, got {rise}.")
-        rises = (self.loss - self.base).tolist()
-        known = [[None if math.isnan(x) else x for x in row] for row in rises]
-        found = [radius_at(self.radii.tolist(), row, rise) for row in known]
+        rises = [
+            [None if math.isnan(x) else x for x in row] for row in (self.loss - self.base).tolist()
+        ]
+        found = [radius_at(self.radii.tolist(), row, rise) for row in rises]
         return torch.tensor(found, dtype=torch.float64)
 
 

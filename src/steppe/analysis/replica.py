@@ -156,9 +156,8 @@ class Replica:
 def _keep_pages() -> None:
     """Let the C library keep freed activations instead of giving them back to the system.
 
-    glibc unmaps large blocks when they are freed, so every activation of every forward would be new
-    memory, zeroed page by page. It stops for blocks up to the largest mapped one that it has seen
-    freed, at most 32 MiB. The block here is never written to; other C libraries do not care.
+    glibc stops unmapping blocks up to the largest mapped one that it has seen freed, at most 32 MiB:
+    else every activation would be new memory, zeroed page by page.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

@@ -22,11 +22,9 @@ MOVED = 0.005
 class Robustness(Result):
     """Loss, accuracy and calibration error: `accuracy[s, c]` with `statistics[s]` after change c.
 
-    Change 0 is none. Change c is of `kinds[c]`, `schemes[c]` and `sizes[c]`. `statistics` says whose
-    BatchNorm statistics were used: `"as is"` the stored ones, `"recalibrated"` those of training
-    batches after the change, `"batch"` those of each micro-batch. Accuracy and calibration error
-    are fractions, NaN where the targets are not classes.
-
+    Change 0 is none, change c of `kinds[c]`, `schemes[c]` and `sizes[c]`. BatchNorm's `statistics` are
+    the stored ones (`"as is"`), those of training batches after the change (`"recalibrated"`), or of
+    each micro-batch (`"batch"`). Accuracy and calibration error are fractions, NaN without classes.
     `values[m, s, c, d]` holds every draw d of `METRICS[m]`; draws 2i and 2i + 1 have opposite signs.
     """
 

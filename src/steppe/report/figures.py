@@ -1,8 +1,7 @@
 """Static figures of analysis results, in matplotlib.
 
 Each function takes results by name (`{"SGD": result, ...}`; a bare result is a dict of one) and
-gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and viridis,
-which people without full colour vision can tell apart; lines differ in dash as well.
+gives a `Figure`; `save_figure` writes it as PNG and SVG.
 """
 
 from __future__ import annotations
@@ -193,9 +192,8 @@ def tradeoff_figure(
 ) -> Figure:
     """Smoothness of the mixed loss against the noise floor, over sigma and lam.
 
-    Left: one curve a lam, sigma running from `alpha / 4 beta` to `8 alpha / beta`; a curve below
-    and to the left of `lam = 1` (RWP) is the better trade. Right: the smoothness over sigma and
-    lam, with lines of equal noise floor.
+    Left: one curve a lam; below and to the left of `lam = 1` (RWP) is the better trade. Right: the
+    smoothness over sigma and lam, with lines of equal noise floor.
     """
     figure, (left, right) = panels(2, width=5.0)
     sigmas = [alpha / beta * 4 ** (-1 + 2.5 * i / (points - 1)) for i in range(points)]

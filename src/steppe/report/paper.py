@@ -119,12 +119,10 @@ class PaperFigure:
         if self.runs:
             return groups_of(find_results(self.runs, self.store))
         wanted = recipe(self._recipe, "sgd").experiment
-        found = []
-        for run in Store(self.store).runs():
-            result = _readable(run)
-            if result and result.config.replace(method="sgd").experiment == wanted:
-                found.append(result)
-        return groups_of(found)
+        results = filter(None, map(_readable, Store(self.store).runs()))
+        return groups_of(
+            [r for r in results if r.config.replace(method="sgd").experiment == wanted]
+        )
 
     def _experiments(self) -> dict[str, Group]:
         """One experiment a method, by its label; all of them, or what is missing."""
@@ -157,9 +155,8 @@ class PaperFigure:
         # A sigma and a ratio cannot share an axis: the kind with most experiments is drawn.
         kinds = Counter(g.used[0] for g in every)
         kind = max(kinds, key=lambda k: (kinds[k], k), default="")
-        found = {
-            name: [g for g in every if g.method == name and g.used[0] == kind] for name in names
-        }
+        drawn = [g for g in every if g.used[0] == kind]
+        found = {name: [g for g in drawn if g.method == name] for name in names}
         if others := {k: count for k, count in kinds.items() if k != kind}:
             left = ", ".join(f"{count} by {k}" for k, count in others.items())
             logger.info("figure 3 goes by %s; experiments left out: %s", kind, left)
@@ -175,11 +172,8 @@ class PaperFigure:
         drawn: dict[str, tuple[str, str, Sequence[Group]]] = {}
         commands = []
         for name, (first, second, search) in STUDIES.items():
-            groups = [
-                g
-                for g in pool
-                if g.method == name and g.option(first) is not None and g.option(second) is not None
-            ]
+            same = [g for g in pool if g.method == name]
+            groups = [g for g in same if None not in (g.option(first), g.option(second))]
             if len({(g.option(first), g.option(second)) for g in groups}) > 1:
                 drawn[label(parse(name))] = (first, second, groups)
             else:

@@ -47,16 +47,14 @@ def _cards(gathered: Gathered) -> Iterator[tuple[str, str, str]]:
     comparison = gathered.comparison
     base, example, best = comparison.baseline, comparison.example, best_row(gathered)
     digits = metric_digits(comparison)
-    name = NAMES.get(example.metric, example.metric)
+    name = NAMES.get(example.metric, example.metric).removesuffix(" %")
     if best is None:
         words = f"No method is significantly better than {base.label} in test {example.metric}."
         yield "Best method", "none", words
     else:
         mean = mean_std(best.values("test", example.metric))[0]
         gain = f"{interval_words(best.difference, digits)} {example.unit}".strip()
-        words = (
-            f"{gain} over {base.label}, to a test {name.removesuffix(' %')} of {mean:.{digits}f}"
-        )
+        words = f"{gain} over {base.label}, to a test {name} of {mean:.{digits}f}"
         strength = f"; {best.strength}" if best.strength else ""
         yield "Best method", best.label, f"{words}{strength}. {len(comparison.seeds)} seeds, Holm."
     timed = [row for row in gathered.rows[1:] if "time" in row.cost]

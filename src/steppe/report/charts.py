@@ -64,6 +64,12 @@ def shown_within(value: float, error: float) -> str:
     return said if error <= 1e-4 * abs(value) else f"{said} ± {shown(error, 1)}"
 
 
+def wide(values: Iterable[float]) -> bool:
+    """Whether positive values span more than a factor of 20, and want a logarithmic scale."""
+    finite = [v for v in values if math.isfinite(v)]
+    return bool(finite) and min(finite) > 0 and max(finite) > 20 * min(finite)
+
+
 @dataclass(frozen=True)
 class Scale:
     """From values to coordinates, linear or logarithmic."""
@@ -180,7 +186,10 @@ def line_chart(
     log_y: bool = False,
     whole: bool = False,
 ) -> str:
-    """Lines with marks over common axes; error bars end at the frame, or fit it as a `whole`."""
+    """Lines with marks over common axes; error bars end at the frame, or fit it as a `whole`.
+
+    `log_y` takes a logarithmic scale where the values span more than a factor of 20.
+    """
     drawn = [s for s in series if not s.theory] or list(series)
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
@@ -188,9 +197,16 @@ def line_chart(
         bars = [(y, e) for s in drawn for (_, y), e in zip(s.points, s.errors or (), strict=True)]
         ys += [end for y, e in bars for end in (y - e, y + e)]
     x = scale_for(xs, *ACROSS, log=log_x, margin=0.03)
-    y = scale_for(ys, *UPWARDS, log=log_y)
+    y = scale_for(ys, *UPWARDS, log=log_y and wide(ys))
     lines = [_line(s, x, y) for s in series]
     return figure([axes(x, y, x_label, y_label), *lines], summary)
+
+
+def key(index: int) -> tuple[str, str]:
+    """A sample of the line with this number, and the class that colours it."""
+    line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=DASHES[index % STYLES])
+    mark = marker(19, 8, index)
+    return tag("svg", line, mark, viewBox="0 0 38 16", aria_hidden="true"), f"s{index % STYLES}"
 
 
 def _line(series: Series, x: Scale, y: Scale) -> str:

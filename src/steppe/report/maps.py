@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from steppe.analysis import Landscape
-from steppe.report.charts import Scale, number, path, shown, tag, text
+from steppe.report.charts import Scale, number, path, shown, tag, text, wide
 
 # Viridis at sixteen even places: even steps look even, with and without full colour vision.
 PALETTE = (
@@ -26,8 +26,7 @@ def heights_of(surfaces: Sequence[Landscape]) -> Scale:
     """
     finite = [float(v) for s in surfaces for v in s.loss[s.loss.isfinite()]]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    log = low > 0 and high > 20 * low
-    return Scale(low, high if high > low else low + 1e-12, 0.0, 1.0, log=log)
+    return Scale(low, high if high > low else low + 1e-12, 0.0, 1.0, log=wide(finite))
 
 
 def grid_of(surface: Landscape, heights: Scale) -> list[list[float | None]]:

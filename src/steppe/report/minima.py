@@ -16,12 +16,12 @@ from steppe.report.maps import PALETTE, grid_of, heights_of, landscape_map, scal
 from steppe.report.sections import (
     Absent,
     Section,
+    advice,
     captioned,
     columns,
     html_table,
     legend,
     note,
-    value_range,
 )
 from steppe.report.survival import BACKWARDS, has_accuracy, measured_alike, survival_curves
 
@@ -35,16 +35,14 @@ KINDS = {
 
 def robustness_section(gathered: Gathered) -> Section | Absent:
     """The comparison's table after compression, and a chart for each change that was analysed."""
-    body = _compressed(gathered)
+    body, command = _compressed(gathered), gathered.command("steppe analyze robustness")
     groups = gathered.every("robustness")
     if groups:
         body += _charts(gathered, groups)
     elif body:
-        more = gathered.command("steppe analyze robustness")
-        words = text("Other sizes of these changes, noise and worse inputs: ")
-        body += tag("p", words, tag("code", text(more)), class_="note")
+        body += advice("Other sizes of these changes, noise and worse inputs: ", command)
     if not body:
-        return Absent("Robustness", gathered.command("steppe analyze robustness"))
+        return Absent("Robustness", command)
     return Section("robustness", "Robustness", body)
 
 
@@ -63,27 +61,28 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
             "The stored analyses of robustness were not measured alike (other seeds, samples or "
             "settings), so they are not drawn together. Analyse again: "
         )
-        command = gathered.command("steppe analyze robustness --again")
-        return tag("p", text(words), tag("code", text(command)), class_="note")
+        return advice(words, gathered.command("steppe analyze robustness --again"))
     accuracy = has_accuracy(every)
     label = "accuracy %" if accuracy else "loss"
     curves = {index: survival_curves(group, accuracy) for index, group in groups.items()}
     drawn = []
     for statistics in every[0].statistics:
         for panel in next(iter(curves.values()))[statistics]:
-            series = [
-                Series(
-                    gathered.rows[index].label,
-                    index,
-                    [(x, y) for x, y, _ in its[statistics][panel]],
-                    [half for *_, half in its[statistics][panel]],
-                )
-                for index, its in curves.items()
-            ]
+            series = []
+            for index, its in curves.items():
+                x, y, halves = zip(*its[statistics][panel], strict=True)
+                points = list(zip(x, y, strict=True))
+                series.append(Series(gathered.rows[index].label, index, points, halves))
             way = f", BatchNorm {statistics}" if len(every[0].statistics) > 1 else ""
             drawn.append(_chart(series, panel, way, label))
-    notes = [_borne(gathered, groups), _about(groups), _origin(groups)]
-    return legend(gathered, groups) + columns(drawn) + note(*filter(None, notes))
+    about = "One run a method; bars are the standard deviation over draws of noise."
+    if (runs := len(next(iter(groups.values())))) > 1:
+        about = f"Mean over {runs} runs a method, of the same seeds, with its 95 % interval."
+    # Methods must share the samples of a seed, seeds may differ.
+    said = [origin_words(same_seed) for same_seed in zip(*groups.values(), strict=True)]
+    origin = next((words for words in said if words.startswith("Not")), said[0])
+    notes = filter(None, [_borne(gathered, groups), about, origin])
+    return legend(gathered, groups) + columns(drawn) + note(*notes)
 
 
 def _chart(series: Sequence[Series], panel: str, way: str, label: str) -> str:
@@ -108,19 +107,6 @@ def _borne(gathered: Gathered, groups: Groups) -> str:
         "Largest ratio of weight noise at which the mean accuracy falls by at most one point, with "
         f"95 % confidence over draws (mean over runs): {'; '.join(parts)}."
     )
-
-
-def _about(groups: Groups) -> str:
-    runs = len(next(iter(groups.values())))
-    if runs == 1:
-        return "One run a method; bars are the standard deviation over draws of noise."
-    return f"Mean over {runs} runs a method, of the same seeds, with its 95 % interval."
-
-
-def _origin(groups: Groups) -> str:
-    """On what it was measured; methods must share the samples of a seed, seeds may differ."""
-    said = [origin_words(same_seed) for same_seed in zip(*groups.values(), strict=True)]
-    return next((words for words in said if words.startswith("Not")), said[0])
 
 
 def landscape_section(gathered: Gathered) -> Section | Absent:
@@ -224,9 +210,7 @@ def radius_section(gathered: Gathered) -> Section | Absent:
         if lines:
             said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in lines)
             summary = f"Loss against radius, {words}. At the largest radius: {said}"
-            low, high = value_range(lines)
-            log = low > 0 and high > 20 * low
-            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=log)
+            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=True)
             drawn.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
     first = next(iter(curves.values()))
     about = (

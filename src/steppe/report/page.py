@@ -86,8 +86,8 @@ def _placed(part: Section | Absent) -> str:
     if isinstance(part, Section):
         heading = tag("h2", text(part.title), id=f"{part.key}-title")
         return tag("section", heading, part.body, id=part.key, aria_labelledby=f"{part.key}-title")
-    words = text(f"{part.title}: nothing is stored for these runs. This makes it: ")
-    return tag("p", words, tag("code", text(part.command)), class_="absent")
+    words = f"{part.title}: nothing is stored for these runs. This makes it: "
+    return sections.advice(words, part.command, "absent")
 
 
 def _data(content: dict[str, Any]) -> str:

@@ -10,18 +10,7 @@ from steppe.lab.comparison import Row
 from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
-from steppe.report.charts import (
-    DASHES,
-    STYLES,
-    Interval,
-    Series,
-    interval_chart,
-    line_chart,
-    marker,
-    shown,
-    tag,
-    text,
-)
+from steppe.report.charts import Interval, Series, interval_chart, key, line_chart, shown, tag, text
 from steppe.report.gathered import Gathered
 
 
@@ -113,8 +102,7 @@ def convergence_section(gathered: Gathered) -> Section | Absent:
         ]
         filled = [s for s in series if len(s.points) > 1]
         if filled:
-            low, high = value_range(filled)
-            log = label == "training loss" and low > 0 and high > 20 * low
+            log = column == "loss"
             last = "; ".join(f"{s.name} {shown(s.points[-1][1])}" for s in filled)
             summary = f"{words} At the end: {last}"
             charts.append(captioned(line_chart(filled, "epoch", label, summary, log_y=log), words))
@@ -180,10 +168,9 @@ def legend(gathered: Gathered, rows: Iterable[int]) -> str:
     """Names of rows with their marks; pressing one brings its lines to the front."""
     items = []
     for index in rows:
-        line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=DASHES[index % STYLES])
-        sample = tag("svg", line, marker(19, 8, index), viewBox="0 0 38 16", aria_hidden="true")
+        sample, kind = key(index)
         button = tag("button", sample, text(gathered.rows[index].label), type="button",
-                     aria_pressed="false", data_pick=index, class_=f"s{index % STYLES}")  # fmt: skip
+                     aria_pressed="false", data_pick=index, class_=kind)  # fmt: skip
         items.append(tag("li", button))
     return tag("ul", *items, class_="legend")
 
@@ -191,6 +178,11 @@ def legend(gathered: Gathered, rows: Iterable[int]) -> str:
 def note(*notes: str) -> str:
     """Small print, a paragraph each."""
     return "".join(tag("p", text(words), class_="note") for words in notes)
+
+
+def advice(words: str, command: str, kind: str = "note") -> str:
+    """Words and the command that they lead to."""
+    return tag("p", text(words), tag("code", text(command)), class_=kind)
 
 
 def captioned(chart: str, words: str) -> str:
@@ -216,9 +208,3 @@ def html_table(
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=kind or None)
     about = f"Table: {first or header[0]}"
     return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=about)
-
-
-def value_range(series: Sequence[Series]) -> tuple[float, float]:
-    """The least and the largest finite value of several lines."""
-    values = [y for s in series for _, y in s.points if math.isfinite(y)]
-    return (min(values), max(values)) if values else (0.0, 0.0)

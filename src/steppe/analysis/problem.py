@@ -188,7 +188,11 @@ def _as_samples(data: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     """
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
-    if isinstance(data, tuple | list) and len(data) == 2 and all(map(_is_array, data)):
+    if (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and all(hasattr(part, "__array__") for part in data)
+    ):
         x, y = (p if isinstance(p, Tensor) else _of_type(torch.as_tensor(p), dtype) for p in data)
     else:
         x, y = (_of_type(part, dtype) for part in _gathered(data))
@@ -202,10 +206,6 @@ def _as_samples(data: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 def _of_type(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype) if values.is_floating_point() else values
-
-
-def _is_array(part: Any) -> bool:
-    return isinstance(part, Tensor) or hasattr(part, "__array__")
 
 
 def _gathered(data: Any) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
-from steppe.lab.trained import device, load_trained, training_batches
+from steppe.lab.trained import device, load_trained
 from steppe.report.charts import shown_within
 
 FOLDER = "analysis"
@@ -62,11 +62,6 @@ def problem_of(
     x, y = next(iter(part.batches([order.sort().values], augment_seed=None)))
     with explained(run.name):
         return Problem(whole.model, whole.task.loss, (x, y), bn=bn)
-
-
-def recalibration_batches(run: Run, samples: int, sources: Sources | None = None) -> list[Tensor]:
-    """Inputs from the run's training pipeline, augmented, to recompute BatchNorm statistics from."""
-    return training_batches(load_trained(run, sources), run.config, samples)
 
 
 def load(run: Run, name: str) -> Stored | None:

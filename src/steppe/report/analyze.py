@@ -249,9 +249,9 @@ class RobustnessOf(Analysis):
     name: ClassVar[str] = "robustness"
 
     def arguments(self, run: Run) -> dict[str, Any]:
-        from steppe.report.analyses import recalibration_batches
+        from steppe.lab.trained import load_trained, training_batches
 
-        batches = recalibration_batches(run, self.recalibration_samples)
+        batches = training_batches(load_trained(run), run.config, self.recalibration_samples)
         return {"recalibrate": batches, **self.options()}
 
     def work(self, problem: Problem) -> dict[str, int]:

@@ -91,9 +91,9 @@ class Scale:
         there = low + part * (high - low)
         return float(10**there) if self.log else there
 
-    def ticks(self, wanted: int = 5) -> list[float]:
+    def ticks(self) -> list[float]:
         """Round values inside the range."""
-        return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high, wanted)
+        return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
 
     def _position(self, value: float) -> float:
         return math.log10(max(value, 1e-300)) if self.log else value
@@ -115,8 +115,8 @@ def scale_for(
     return Scale(low - room, high + room, start, end)
 
 
-def _ticks(low: float, high: float, wanted: int) -> list[float]:
-    raw = (high - low) / max(1, wanted)
+def _ticks(low: float, high: float) -> list[float]:
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

@@ -44,7 +44,7 @@ def result_picture(gathered: Gathered):
         plane = landscapes[index]
         loss = plane.loss[:, int(plane.b.abs().argmin())]
         middle.plot(plane.a, loss, color=style(name)["color"], linewidth=2, label=name)
-        (curves, *_) = survival_curves(list(robust[index].values())).values()
+        (curves, *_) = survival_curves(robust[index]).values()
         panel = next(panel for panel in curves if panel.startswith("bits"))
         bits, accuracy, bars = zip(*[p for p in curves[panel] if p[0] <= 8], strict=True)
         right.errorbar(bits, accuracy, yerr=bars, capsize=3, linewidth=2, **style(name))

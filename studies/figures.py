@@ -11,9 +11,8 @@ import torch
 
 from steppe.analysis import Landscape
 from steppe.lab.statistics import Difference
-from steppe.report.canvas import COLOURS, line_style, panels, shared_legend
+from steppe.report.canvas import COLOURS, MARKS, line_style, panels, shared_legend
 from steppe.report.figures import landscape_figure
-from steppe.report.studies import MARKS
 from studies.comparisons import MARGIN, compared, place_of, random_gains, trial_gains
 from studies.definitions import FEW, Setting
 from studies.findings import CHANGES, OURS, UNCHANGED, Findings, matching

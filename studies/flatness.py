@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from scipy import stats
 
-from steppe.report.canvas import line_style, panels, shared_legend
-from steppe.report.studies import MARKS
+from steppe.report.canvas import MARKS, line_style, panels, shared_legend
 from studies.comparisons import place_of
 from studies.definitions import Setting
 from studies.findings import CHANGES, UNCHANGED, Findings

@@ -13,7 +13,6 @@ from steppe.analysis import (
     Problem,
     Result,
     Spectrum,
-    checkpoint,
     ensemble,
     estimate,
     interpolate,
@@ -26,7 +25,7 @@ from steppe.analysis import (
 )
 from steppe.analysis.directions import filter_normalised
 from steppe.analysis.problem import digest
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Checkpoint, Progress
 
 from .known import quadratic, rotated, settled_net
 
@@ -96,7 +95,7 @@ def test_a_stopped_analysis_goes_on_to_the_same_result(make, after, tmp_path, mo
     whole = make(problem)
     path = tmp_path / "half.npz"
     saves = 0
-    save = checkpoint.Checkpoint.save
+    save = Checkpoint.save
 
     def stop_after(self, state):
         nonlocal saves
@@ -106,7 +105,7 @@ def test_a_stopped_analysis_goes_on_to_the_same_result(make, after, tmp_path, mo
         if saves == after:
             raise Stopped
 
-    monkeypatch.setattr(checkpoint.Checkpoint, "save", stop_after)
+    monkeypatch.setattr(Checkpoint, "save", stop_after)
     with pytest.raises(Stopped):
         make(problem, checkpoint=path)
     assert path.exists()
@@ -117,7 +116,7 @@ def test_a_stopped_analysis_goes_on_to_the_same_result(make, after, tmp_path, mo
 
 def test_a_checkpoint_of_another_analysis_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "half.npz"
-    store = checkpoint.Checkpoint(path, {"analysis": "landscape", "n": 3}, every=0.0)
+    store = Checkpoint(path, {"analysis": "landscape", "n": 3}, every=0.0)
     store.save(lambda: {"done": torch.tensor(2)})
     with pytest.raises(ValueError, match=r"n was 3, is 5.*Delete it"):
         landscape(net_problem(), n=5, checkpoint=path)
@@ -127,7 +126,7 @@ def test_a_line_to_another_net_is_refused(tmp_path):
     path = tmp_path / "half.npz"
     origin = net_problem().describe()
     settings = {"analysis": "interpolate", "n": 3, "start": 0.0, "end": 1.0, **origin}
-    store = checkpoint.Checkpoint(path, {**settings, "other": "another"}, every=0.0)
+    store = Checkpoint(path, {**settings, "other": "another"}, every=0.0)
     store.save(lambda: {"rows": torch.zeros(1, 2)})
     with pytest.raises(ValueError, match=r"other was 'another', is '[0-9a-f]{16}'"):
         interpolate(net_problem(), settled_net("conv", seed=1)[0], n=3, checkpoint=path)
@@ -181,7 +180,7 @@ def test_a_plane_along_other_directions_is_refused(tmp_path):
         ]
     used = digest([*planes[0][0], *planes[0][1]])
     settings = {"analysis": "landscape", "n": 3, "span": 1.0, **problem.describe()}
-    store = checkpoint.Checkpoint(path, {**settings, "directions": used}, every=0.0)
+    store = Checkpoint(path, {**settings, "directions": used}, every=0.0)
     store.save(lambda: {"rows": torch.zeros(1, 2)})
     with pytest.raises(ValueError, match=f"directions was '{used}', is '[0-9a-f]{{16}}'"):
         landscape(problem, n=3, directions=planes[1], checkpoint=path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from steppe.analysis import Landscape, Result
+from steppe.analysis.progress import Checkpoint
 from steppe.cli import run
 from steppe.lab.runs import Run, Store
 from steppe.report.analyses import problem_of
@@ -52,12 +53,11 @@ def test_other_settings_are_done_anew_after_an_estimate(capsys, in_lab):
 
 def test_an_interrupted_analysis_goes_on(in_lab, monkeypatch):
     """The points done before the stop are not done again."""
-    checkpoint = importlib.import_module("steppe.analysis.checkpoint")
     module = importlib.import_module("steppe.analysis.landscape")
     found = a_run("rwp")
     arguments = ["analyze", "landscape", found.name, "--samples", "20", "--n", "5", "-q"]
     places = []
-    real = module.Folded.place
+    real = module.Replica.place
 
     def place(self, weights):
         places.append(1)
@@ -65,18 +65,18 @@ def test_an_interrupted_analysis_goes_on(in_lab, monkeypatch):
             raise KeyboardInterrupt
         real(self, weights)
 
-    init = checkpoint.Checkpoint.__init__
+    init = Checkpoint.__init__
     monkeypatch.setattr(
-        checkpoint.Checkpoint,
+        Checkpoint,
         "__init__",
         lambda self, path, settings: init(self, path, settings, 0.0),
     )
-    monkeypatch.setattr(module.Folded, "place", place)
+    monkeypatch.setattr(module.Replica, "place", place)
     assert run(arguments) == 130
     assert len(list((found.folder / "analysis").glob(".landscape-*.npz"))) == 1
     assert run(arguments) == 0
-    assert len(places) == 12 + 1 + 25 - 10  # the centre again, and the 15 points that were left
-    monkeypatch.setattr(module.Folded, "place", real)
+    assert len(places) == 12 + 25 - 11  # the 14 points that were left
+    monkeypatch.setattr(module.Replica, "place", real)
     first = Result.load(found.folder / "analysis" / "landscape.npz")
     assert run([*arguments, "--again"]) == 0
     assert torch.equal(first.loss, Result.load(found.folder / "analysis" / "landscape.npz").loss)

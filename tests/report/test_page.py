@@ -13,13 +13,12 @@ from steppe.lab.runs import Run
 from steppe.lab.sentences import comparison_sentence
 from steppe.lab.survival import survival_sentence
 from steppe.report import minima
+from steppe.report.charts import Scale, scale_for, shown
 from steppe.report.gathered import Gathered
 from steppe.report.maps import contour, grid_of, heights_of
 from steppe.report.page import page
-from steppe.report.robustness import _charts
 from steppe.report.subjects import compared, find_comparison, find_results
 from steppe.report.summary import best_row, notices
-from steppe.report.svg import Scale, scale_for, shown
 
 EVIL = "<script>alert(1)</script>\"'&"
 VOID = {"meta"}
@@ -86,7 +85,7 @@ def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
     # Rounding and pruning in two ways, noise on weights and inputs, blur and contrast.
     assert section.count("<figure>") == 8
     assert "Measured on 48 samples" in section
-    stored = [list(by_seed.values()) for by_seed in gathered.every("robustness").values()]
+    stored = list(gathered.every("robustness").values())
     assert [len(results) for results in stored] == [2] * 3
     place = stored[0][0].place(Pruning(0.9))
     mean = 50 * sum(float(result.accuracy[0, place]) for result in stored[0])
@@ -96,9 +95,9 @@ def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
 
 
 def test_robustness_not_measured_alike_is_not_drawn(gathered):
-    results = list(gathered.every("robustness")[0].values())
+    results = gathered.every("robustness")[0]
     other = dataclasses.replace(results[1], origin={**results[1].origin, "samples": 1})
-    assert "not measured alike" in _charts(gathered, {0: results, 1: [other]})
+    assert "not measured alike" in minima._charts(gathered, {0: results, 1: [other]})
 
 
 def test_the_page_asks_for_nothing(gathered):

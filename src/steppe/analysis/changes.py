@@ -1,14 +1,10 @@
-"""Changes that deployment makes to a model or to what it sees: rounding, pruning, noise, blur.
-
-Each is a rule, a frozen dataclass, with two functions: what becomes of the weights, and what
-becomes of the inputs. Neither writes to what it is given.
-"""
+"""Changes that deployment makes to a model or to what it sees: rounding, pruning, noise, blur."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import torch
@@ -23,15 +19,22 @@ from steppe.schedules import check_nonnegative
 
 @dataclass(frozen=True)
 class Change:
-    """No change; base of the others. `size` is how strong it is, `scheme` how it is applied."""
+    """No change; base of the others, whose first field says how strong they are.
+
+    `scheme` is how it is applied. Neither function writes to what it is given.
+    """
 
     kind: ClassVar[str] = "none"
     random: ClassVar[bool] = False
     """Whether it differs from draw to draw."""
 
+    def __post_init__(self) -> None:
+        for first in fields(self)[:1]:
+            check_nonnegative(first.name, getattr(self, first.name))
+
     @property
     def size(self) -> float:
-        return 0.0
+        return float(next((getattr(self, f.name) for f in fields(self)), 0.0))
 
     @property
     def scheme(self) -> str:
@@ -63,13 +66,9 @@ class Rounding(Change):
         if not (isinstance(self.bits, int) and 2 <= self.bits <= 32):
             raise ValueError(f"bits must be a whole number from 2 to 32, got {self.bits}.")
         if self.per not in ("filter", "tensor") and not (
-            isinstance(self.per, int) and self.per >= 1
+            isinstance(self.per, int) and self.per > 0
         ):
             raise ValueError(f'per must be "filter", "tensor" or a group size, got {self.per!r}.')
-
-    @property
-    def size(self) -> float:
-        return float(self.bits)
 
     @property
     def scheme(self) -> str:
@@ -82,10 +81,8 @@ class Rounding(Change):
 def rounded(weight: Tensor, bits: int, per: Literal["filter", "tensor"] | int) -> Tensor:
     """One tensor, rounded as `Rounding` says.
 
-    Examples:
-        >>> rounded(torch.tensor([[3.0, -1.6, 0.4], [0.0, 0.0, 0.0]]), 3, "filter")
-        tensor([[ 3., -2.,  0.],
-                [ 0.,  0.,  0.]])
+    >>> rounded(torch.tensor([[3.0, -1.6, 0.4]]), 3, "filter")
+    tensor([[ 3., -2.,  0.]])
     """
     rows = weight.double().reshape(1 if per == "tensor" or weight.ndim < 2 else len(weight), -1)
     length = rows.shape[1]
@@ -115,10 +112,6 @@ class Pruning(Change):
             raise ValueError(f'scope must be "tensor" or "global", got {self.scope!r}.')
 
     @property
-    def size(self) -> float:
-        return float(self.amount)
-
-    @property
     def scheme(self) -> str:
         return "global" if self.scope == "global" else "per tensor"
 
@@ -139,23 +132,18 @@ def _pruned(weight: Tensor, amount: float) -> Tensor:
 class TwoOfFour(Change):
     """Of every four weights along dimension 1 (the inputs) the two smallest set to zero.
 
-    The pattern that GPUs run at twice the speed. Tensors whose dimension 1 is no multiple of four
-    stay dense, as they do there.
+    Tensors whose dimension 1 is no multiple of four stay dense, as they do on GPUs.
     """
 
     kind: ClassVar[str] = "2:4 pruning"
 
-    @property
-    def size(self) -> float:
-        return 0.5
+    size = 0.5
 
     def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
-        return [_two_of_four(w) for w in weights]
+        return [w if w.ndim < 2 or w.shape[1] % 4 else _two_of_four(w) for w in weights]
 
 
 def _two_of_four(weight: Tensor) -> Tensor:
-    if weight.ndim < 2 or weight.shape[1] % 4:
-        return weight
     fours = weight.movedim(1, -1).unflatten(-1, (-1, 4))
     small = fours.abs().topk(2, -1, largest=False).indices
     kept: Tensor = fours.scatter(-1, small, 0.0)
@@ -173,13 +161,6 @@ class WeightNoise(Change):
     ratio: float
     kind: ClassVar[str] = "weight noise"
     random: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_nonnegative("ratio", self.ratio)
-
-    @property
-    def size(self) -> float:
-        return float(self.ratio)
 
     def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
         if self.ratio == 0:
@@ -202,13 +183,6 @@ class InputNoise(Change):
     kind: ClassVar[str] = "input noise"
     random: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_nonnegative("level", self.level)
-
-    @property
-    def size(self) -> float:
-        return float(self.level)
-
     def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
         if self.level == 0:
             return x
@@ -224,13 +198,6 @@ class Blur(Change):
 
     pixels: float
     kind: ClassVar[str] = "blur"
-
-    def __post_init__(self) -> None:
-        check_nonnegative("pixels", self.pixels)
-
-    @property
-    def size(self) -> float:
-        return float(self.pixels)
 
     def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
         if self.pixels == 0:
@@ -250,13 +217,6 @@ class Contrast(Change):
 
     factor: float
     kind: ClassVar[str] = "contrast"
-
-    def __post_init__(self) -> None:
-        check_nonnegative("factor", self.factor)
-
-    @property
-    def size(self) -> float:
-        return float(self.factor)
 
     def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
         if self.factor == 1:
@@ -278,15 +238,15 @@ def words(kind: str, size: float, scheme: str) -> str:
     >>> words("rounding", 4.0, "per filter"), words("pruning", 0.5, "global")
     ('4 bits, per filter', '50 % pruned, global')
     """
-    known: dict[str, Callable[[], str]] = {
-        "none": lambda: "none",
-        "rounding": lambda: f"{size:g} bits, {scheme}",
-        "pruning": lambda: f"{100 * size:g} % pruned, {scheme}",
-        "2:4 pruning": lambda: "2:4 pruned",
-        "blur": lambda: f"blur of {size:g} pixels",
-        "contrast": lambda: f"contrast x {size:g}",
+    known = {
+        "none": "none",
+        "rounding": f"{size:g} bits, {scheme}",
+        "pruning": f"{100 * size:g} % pruned, {scheme}",
+        "2:4 pruning": "2:4 pruned",
+        "blur": f"blur of {size:g} pixels",
+        "contrast": f"contrast x {size:g}",
     }
-    return known[kind]() if kind in known else f"{kind} {size:g}"
+    return known.get(kind, f"{kind} {size:g}")
 
 
 def _normal(shape: torch.Size, like: Tensor, seed: int) -> Tensor:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.results import Result
 
 
@@ -21,9 +20,8 @@ from steppe.analysis.results import Result
 class Eigenvalues(Result):
     """The k largest eigenvalues (algebraic, descending), and the smallest if asked for (ascending).
 
-    `residuals` are bounds of `‖H y - value y‖` and at least half of the tolerance: an eigenvalue
-    lies no farther from the value than that, and the one that was asked for does so in all but a
-    few searches in a thousand (see `top_eigs`). `products` counts all Hessian products spent.
+    `residuals` bound `‖H y - value y‖`: an eigenvalue lies no farther from the value than that (see
+    `top_eigs`). `products` counts all Hessian products spent.
     """
 
     values: Tensor
@@ -50,15 +48,11 @@ def top_eigs(
 ) -> Eigenvalues:
     """The `k` largest eigenvalues of the Hessian by Lanczos, each to `tol` of its own size.
 
-    Stops when each residual bound is at most `tol |value| / 10`. One Krylov space holds one copy of
-    a multiple eigenvalue; where several values of one end are wanted, further runs orthogonal to
-    those found look for copies that were missed. The basis takes `8 * steps` bytes a weight.
-
-    A small residual says that *some* eigenvalue is near. A Ritz value on its way past a cluster
-    pauses below the largest one with a small residual, which therefore is not reported below
-    `tol |value| / 2`. Of 1,500 searches for the largest eigenvalue (spectra without gaps, with
-    clusters, and like those of nets; tol 1e-2, 1e-3, 1e-5) one had a larger error than that
-    (`benchmarks/analysis.py stopping`).
+    Stops when each residual bound is at most `tol |value| / 10` and reports no residual below
+    `tol |value| / 2`: a small one says that *some* eigenvalue is near, and a Ritz value on its way
+    past a cluster pauses below the largest. One of 1,500 searches in hard spectra had a larger error
+    (`benchmarks/analysis.py stopping`). Where several values of one end are wanted, further runs
+    look for copies of multiple eigenvalues. The basis takes `8 * steps` bytes a weight.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1, bias=False).double()
@@ -72,15 +66,8 @@ def top_eigs(
     settings = {"analysis": "top_eigs", "k": k, "tol": tol, "smallest": smallest, "seed": seed}
     bar = Progress("top_eigs", min(max_steps, problem.size), progress)
     with problem.replica() as replica:
-        search = _Search(
-            hessian=Hessian(replica, mode),
-            counts=(k, smallest),
-            tol=tol,
-            seed=seed,
-            max_steps=max_steps,
-            checkpoint=Checkpoint(checkpoint, {**settings, "mode": mode, **origin}),
-            bar=bar,
-        )
+        store = Checkpoint(checkpoint, {**settings, "mode": mode, **origin})
+        search = _Search(Hessian(replica, mode), (k, smallest), tol, seed, max_steps, store, bar)
         top, bottom = search.run()
         bar.close()
     if not search.converged:
@@ -91,13 +78,16 @@ def top_eigs(
             RuntimeWarning,
             stacklevel=2,
         )
-    search.checkpoint.remove()
+    store.remove()
+    found = {
+        "values": [pair.value for pair in top],
+        "residuals": [pair.residual for pair in top],
+        "smallest": [pair.value for pair in bottom],
+        "smallest_residuals": [pair.residual for pair in bottom],
+    }
     return Eigenvalues(
         origin=origin,
-        values=_tensor([pair.value for pair in top]),
-        residuals=_tensor([pair.residual for pair in top]),
-        smallest=_tensor([pair.value for pair in bottom]),
-        smallest_residuals=_tensor([pair.residual for pair in bottom]),
+        **{name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()},
         converged=search.converged,
         products=search.hessian.count,
         tol=tol,
@@ -196,7 +186,7 @@ class _Search:
             return False
         known = torch.stack([pair.vector for pair in top + bottom])
         # Two ends that meet (small problems) share vectors: a basis of their span is needed.
-        locked = torch.linalg.qr(known.T)[0].T
+        locked = tuple(torch.linalg.qr(known.T)[0].T)
         if len(locked) >= self.hessian.size:
             return False
         krylov = Krylov(self.hessian.size, self.hessian.eps, self.seed + 1, locked)
@@ -212,10 +202,6 @@ class _Search:
                     kept.sort(key=lambda p: -sign * p.value)
                     changed = True
         return changed
-
-
-def _tensor(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _check(problem: Problem, k: int, smallest: int, tol: float, max_steps: int) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from steppe.analysis.calibration import calibration_error
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 from steppe.attaching import perturbed
@@ -24,9 +23,8 @@ from steppe.attaching import perturbed
 class Ensemble(Result):
     """(NLL, accuracy, calibration error) of the single model, of each draw, and of their averages.
 
-    `single` is the unperturbed model, `members[i]` the model under draw i, and `averaged[i]` the mean of
-    the probabilities under draws 0 to i. Accuracy and calibration error are fractions. `seconds` are
-    those of the single model's forwards and of all draws.
+    `members[i]` is the model under draw i, `averaged[i]` the mean of the probabilities under draws 0 to i.
+    Accuracy and calibration error are fractions. `seconds`: of the single model and of all draws.
     """
 
     single: Tensor
@@ -69,10 +67,9 @@ def ensemble(
 ) -> Ensemble:
     """Negative log-likelihood, accuracy and calibration of predictions averaged over weight noise.
 
-    The weights under analysis are drawn `samples` times around the model's own by
-    `steppe.perturbed(…, ratio=ratio)`, and the softmax probabilities averaged. It costs `samples`
-    forwards a prediction. Outputs must be logits, `(n, classes, …)`, and targets classes; negative
-    targets are ignored.
+    The weights under analysis are drawn `samples` times by `steppe.perturbed(…, ratio=ratio)`, one
+    forward each. Outputs must be logits, `(n, classes, …)`, and targets classes; negative targets are
+    ignored.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2, bias=False)

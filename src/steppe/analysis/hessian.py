@@ -23,23 +23,12 @@ class Hessian:
 
     With outputs z(w) and loss l(z), `H v` is the gradient of `l'(z) · (dz/dw v)`.
 
-    - `"tangent"` takes `dz/dw v` forward beside the outputs and then one ordinary backward: eight
-      convolutions where double backward takes nine, all of them fast ones.
-    - `"backward"` differentiates `grad(L) · v` backward once more; works for every model whose
-      gradient can be differentiated.
+    - `"tangent"` takes `dz/dw v` forward beside the outputs, then one ordinary backward.
+    - `"backward"` differentiates `grad(L) · v` backward: for every model whose gradient can be.
     - `"jvp"` differentiates the gradient forward along v.
     - `"auto"` is `"tangent"` where that agrees with `"backward"` on the first micro-batch, else
-      `"backward"`. It does not for softmax inside a model (torch raises) and for BatchNorm with
-      batch statistics (torch's derivative is wrong without an error).
-
-    Examples:
-        >>> from steppe.analysis import Problem
-        >>> model = torch.nn.Linear(2, 1, bias=False).double()
-        >>> data = torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.zeros(2, 1).double()
-        >>> problem = Problem(model, lambda out, y: (out - y).square().mean() / 2, data)
-        >>> with problem.replica() as replica:
-        ...     Hessian(replica)(torch.tensor([1.0, 1.0]).double())
-        tensor([2.0000, 0.5000], dtype=torch.float64)
+      `"backward"`: softmax inside a model (torch raises), BatchNorm with batch statistics (torch's
+      derivative is wrong without an error).
     """
 
     replica: Replica
@@ -96,7 +85,8 @@ class Hessian:
         products = _double_backward(self.replica, x, y, vector)
         try:
             tangents = _tangent(self.replica, x, y, vector)
-            off = _distance(tangents, products)
+            apart = length([p - q for p, q in zip(tangents, products, strict=True)])
+            off = apart / (length(products) or 1.0)
             if off > 1e3 * self.eps:
                 raise RuntimeError(
                     f"The forward derivatives of this model are off by {off:.2g}, relative to "
@@ -150,11 +140,6 @@ def _forward_over_backward(
     at = tuple(p.detach() for p in replica.params)
     products: Sequence[Tensor] = torch.func.jvp(gradient, at, tuple(vector))[1]
     return products
-
-
-def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """`‖a - b‖ / ‖b‖`, 0 if both are zero."""
-    return length([p - q for p, q in zip(a, b, strict=True)]) / (length(b) or 1.0)
 
 
 def _gradient(outputs: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:

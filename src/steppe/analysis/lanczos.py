@@ -10,31 +10,27 @@ from torch import Tensor
 
 Operator = Callable[[Tensor], Tensor]
 
-ROWS_PER_BLOCK = 32
-
 
 @dataclass
 class Krylov:
-    """An orthonormal basis `V` that grows by one product a step, and `T = V' A V`.
+    """An orthonormal basis (rows) that grows by one product a step, and `T = V' A V`.
 
-    `A V = V T + beta_m v_(m+1) e_m'` up to the products' rounding. `eps` is the relative
-    precision of a product (float32's, for products in float32): a remainder below it is noise,
-    the space is invariant, and the recurrence continues from a fresh random vector with
-    `beta = 0`. Everything stays orthogonal to `locked` (rows).
+    `A V = V T + beta_m v_(m+1) e_m'` up to rounding. `eps` is the relative precision of a product:
+    a remainder below it is noise, the space is invariant, and the recurrence continues from a fresh
+    random vector with `beta = 0`. Everything stays orthogonal to `locked` (rows).
     """
 
     size: int
     eps: float
     seed: int = 0
-    locked: Tensor | None = None
+    locked: tuple[Tensor, ...] = ()
     alpha: list[float] = field(default_factory=list)
     beta: list[float] = field(default_factory=list)
-    _blocks: list[Tensor] = field(default_factory=list)
-    _filled: int = 0
+    basis: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self._blocks:
-            self._append(self._fresh())
+        if not self.basis:
+            self.basis.append(self._fresh())
 
     def __len__(self) -> int:
         return len(self.alpha)
@@ -42,7 +38,7 @@ class Krylov:
     @property
     def room(self) -> int:
         """How many dimensions the whole space offers."""
-        return self.size - (0 if self.locked is None else len(self.locked))
+        return self.size - len(self.locked)
 
     @property
     def exhausted(self) -> bool:
@@ -60,8 +56,7 @@ class Krylov:
 
     def step(self, operator: Operator) -> None:
         """One product more."""
-        rows = len(self)
-        v = self._row(rows)
+        v = self.basis[len(self)]
         w = operator(v)
         if not torch.isfinite(w).all():
             raise ValueError(
@@ -75,7 +70,7 @@ class Krylov:
             beta = 0.0
         self.beta.append(beta)
         if not self.exhausted:
-            self._append(w / beta if beta else self._fresh())
+            self.basis.append(w / beta if beta else self._fresh())
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Ritz values (ascending), the eigenvectors of T (columns), and the residual bounds.
@@ -92,51 +87,30 @@ class Krylov:
     def combine(self, coefficients: Tensor) -> Tensor:
         """`V s`, normalised."""
         out = torch.zeros(self.size, dtype=torch.float64)
-        for i, block in enumerate(self._blocks):
-            part = coefficients[i * ROWS_PER_BLOCK : (i + 1) * ROWS_PER_BLOCK]
-            out += block[: len(part)].T @ part
-        unit: Tensor = out / out.norm()
-        return unit
+        for row, coefficient in zip(self.basis, coefficients.tolist(), strict=False):
+            out.add_(row, alpha=coefficient)
+        return out.div_(out.norm())
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs: as large as the basis."""
-        basis = torch.cat(self._blocks)[: self._filled]
         alpha, beta = (torch.tensor(v, dtype=torch.float64) for v in (self.alpha, self.beta))
-        return {"basis": basis, "alpha": alpha, "beta": beta}
+        return {"basis": torch.stack(self.basis), "alpha": alpha, "beta": beta}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        self._blocks, self._filled = [], 0
-        for row in state["basis"]:
-            self._append(row)
+        self.basis = list(state["basis"])
         self.alpha, self.beta = state["alpha"].tolist(), state["beta"].tolist()
-
-    def _row(self, index: int) -> Tensor:
-        return self._blocks[index // ROWS_PER_BLOCK][index % ROWS_PER_BLOCK]
-
-    def _append(self, row: Tensor) -> None:
-        # Blocks, not one growing matrix: growing would hold the whole basis twice.
-        if self._filled % ROWS_PER_BLOCK == 0:
-            height = min(ROWS_PER_BLOCK, self.size - self._filled)
-            self._blocks.append(torch.empty(height, self.size, dtype=torch.float64))
-        self._filled += 1
-        self._row(self._filled - 1).copy_(row)
 
     def _orthogonal(self, w: Tensor) -> Tensor:
         # Twice is enough (Kahan, Parlett): once loses digits when most of w is cancelled.
         for _ in range(2):
-            if self.locked is not None:
-                w = w - self.locked.T @ (self.locked @ w)
-            for i, block in enumerate(self._blocks):
-                rows = block[: self._filled - i * ROWS_PER_BLOCK]
-                w = w - rows.T @ (rows @ w)
+            for row in (*self.locked, *self.basis):
+                w.sub_(row, alpha=torch.dot(row, w).item())
         return w
 
     def _fresh(self) -> Tensor:
         """A random unit vector orthogonal to all there is; a function of seed and position."""
         # The CPU generator reads 32 bits of a seed: mix, or many seeds would be one.
-        mixed = (self.seed * 0x9E3779B1 + self._filled * 0x85EBCA6B) % 2**32
+        mixed = (self.seed * 0x9E3779B1 + len(self.basis) * 0x85EBCA6B) % 2**32
         generator = torch.Generator().manual_seed(mixed)
-        w = torch.randn(self.size, dtype=torch.float64, generator=generator)
-        w = self._orthogonal(w)
-        unit: Tensor = w / w.norm()
-        return unit
+        w = self._orthogonal(torch.randn(self.size, dtype=torch.float64, generator=generator))
+        return w.div_(w.norm())

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import filter_normalised, length
-from steppe.analysis.fold import Folded
 from steppe.analysis.problem import Problem, digest
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -37,7 +35,7 @@ class Landscape(Result):
 
     @property
     def holes(self) -> int:
-        return int((~torch.isfinite(self.loss)).sum())
+        return int((~self.loss.isfinite()).sum())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +48,7 @@ class Line(Result):
 
     @property
     def holes(self) -> int:
-        return int((~torch.isfinite(self.loss)).sum())
+        return int((~self.loss.isfinite()).sum())
 
     @property
     def barrier(self) -> float:
@@ -67,7 +65,6 @@ def landscape(
     seeds: tuple[int, int] = (0, 1),
     *,
     directions: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
-    fast: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Landscape:
@@ -75,8 +72,7 @@ def landscape(
 
     The directions are random and filter-normalised, one for each seed, or the given ones (a
     tensor for each parameter under analysis). Each point is built from `w0` anew. `n=50` is the
-    paper's grid; an odd `n` has the trained weights at its centre. `fast` folds BatchNorm into
-    the convolutions where that is exact.
+    paper's grid; an odd `n` has the trained weights at its centre.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2, bias=False).double()
@@ -104,11 +100,8 @@ def landscape(
             moved = zip(replica.centre, d1, d2, strict=True)
             return [w.add(u, alpha=a).add_(v, alpha=b) for w, u, v in moved]
 
-        scanner = Folded(replica) if fast else replica
-        scanner.place(replica.centre)
-        centre = scanner.evaluate()[0]
-        loss, accuracy = _scan(problem, scanner, weights, n * n, store, bar)
-    store.remove()
+        centre = replica.evaluate()[0]
+        loss, accuracy = _scan(replica, weights, n * n, store, bar)
     return Landscape(
         origin=origin,
         a=axis,
@@ -157,14 +150,12 @@ def interpolate(
                 buffer.copy_(torch.lerp(here, there, step))
             return [torch.lerp(w, e, step) for w, e in zip(replica.centre, ends, strict=True)]
 
-        loss, accuracy = _scan(problem, replica, weights, n, store, bar)
-    store.remove()
+        loss, accuracy = _scan(replica, weights, n, store, bar)
     return Line(origin=origin, t=t, loss=loss, accuracy=accuracy)
 
 
 def _scan(
-    problem: Problem,
-    scanner: Replica | Folded,
+    replica: Replica,
     weights: Callable[[int], list[Tensor]],
     total: int,
     store: Checkpoint,
@@ -173,14 +164,11 @@ def _scan(
     """Loss and accuracy at each of `total` points, resuming from a checkpoint if there is one."""
 
     def row(index: int) -> Tensor:
-        scanner.place(weights(index))
-        loss, right = scanner.evaluate()
-        bar.step()
+        replica.place(weights(index))
+        loss, right = replica.evaluate()
         return torch.tensor([loss, math.nan if right is None else right], dtype=torch.float64)
 
-    rows = store.rows(total, row, lambda part: bar.start(problem, part=part))
-    bar.close()
-    loss, accuracy = rows.unbind(1)
+    loss, accuracy = store.rows(total, row, replica.problem, bar).unbind(1)
     return loss, None if accuracy.isnan().all() else accuracy
 
 

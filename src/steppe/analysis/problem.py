@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from steppe.analysis.replica import Replica
-from steppe.analysis.samples import as_samples
 
 BatchNormMode = Literal["eval", "batch", "recalibrate"]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -23,22 +23,15 @@ Loss = Callable[[Any, Tensor], Tensor]
 class Problem:
     """The loss `L(w) = mean_i loss(model_w(x_i), y_i) + weight_decay/2 ‖w‖²` on fixed samples.
 
-    `loss(output, target)` gives the mean over the samples of one batch; micro-batches are weighed
-    by their true number of samples, so uneven ones give the same `L`. The analyses work on
-    private copies: weights, buffers, mode, `requires_grad`, `.grad` and the random state of the
-    model are never touched, and each analysis starts from the weights the model has *then*.
-
-    `data` is a pair of tensors or arrays `(x, y)`, a dataset or a DataLoader that gives such pairs.
-    Of the last two all samples are loaded, once; a DataLoader that shuffles gives other samples to
-    micro-batches, but the same loss. For a part of a dataset, `torch.utils.data.Subset`.
-
-    `bn` says which statistics BatchNorm uses, and changes results by orders of magnitude:
-    `"eval"` the stored ones, frozen; `"batch"` those of each micro-batch (derivatives pass
-    through them, as in training with batches of `microbatch`); `"recalibrate"` those of the whole
-    subset, recomputed wherever the weights are moved and constant for derivatives.
-
-    `params` restricts the analysis to some parameters (per layer): names, patterns such as
-    `"layer1.*"`, or the parameters themselves. By default, all that require gradients.
+    - `loss(output, target)` gives the mean over the samples of one batch. The analyses work on
+      private copies of the model, with the weights that it has when they start.
+    - `data` is a pair of tensors or arrays `(x, y)`, or a dataset or DataLoader of such pairs, which is
+      loaded as a whole. For a part of a dataset, `torch.utils.data.Subset`.
+    - `bn` says which statistics BatchNorm uses: `"eval"` the stored ones; `"batch"` those of each
+      micro-batch, which derivatives pass through; `"recalibrate"` those of the whole subset,
+      recomputed wherever the weights are moved and constant for derivatives.
+    - `params` restricts the analysis to some parameters: names, patterns such as `"layer1.*"`, or the
+      parameters themselves. By default, all that require gradients.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -63,7 +56,7 @@ class Problem:
         if self.microbatch < 1:
             raise ValueError(f"microbatch must be at least 1, got {self.microbatch}.")
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        object.__setattr__(self, "data", as_samples(self.data, dtype))
+        object.__setattr__(self, "data", _as_samples(self.data, dtype))
         if self.params is not None:
             # Kept as a tuple: a generator would be empty the second time it is read.
             chosen = (self.params,) if isinstance(self.params, str | Tensor) else self.params
@@ -165,10 +158,10 @@ def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> li
     for want in params:
         if isinstance(want, Tensor):
             found = [name for name, p in named.items() if p is want]
+            what = f"a tensor of shape {tuple(want.shape)}"
         else:
-            found = fnmatch.filter(named, want)
+            found, what = fnmatch.filter(named, want), want
         if not found:
-            what = f"a tensor of shape {tuple(want.shape)}" if isinstance(want, Tensor) else want
             raise ValueError(
                 f"params: {what!r} is no parameter of {type(model).__name__}. "
                 f"It has: {', '.join(named)}."
@@ -185,3 +178,51 @@ def digest(tensors: Iterable[Tensor]) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         sha.update(flat.view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
+
+
+def _as_samples(data: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """All samples as `(x, y)`, of a pair of tensors or arrays, a dataset or a DataLoader.
+
+    Tensors stay as they are. Floats of arrays and of samples become `dtype`: numpy's and Python's are
+    float64, which nobody chose.
+    """
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        data = data.tensors
+    if (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and all(hasattr(part, "__array__") for part in data)
+    ):
+        x, y = (p if isinstance(p, Tensor) else _of_type(torch.as_tensor(p), dtype) for p in data)
+    else:
+        x, y = (_of_type(part, dtype) for part in _gathered(data))
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
+        raise ValueError(
+            f"x and y must hold the same number of samples, at least one; got shapes "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    return x, y
+
+
+def _of_type(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype) if values.is_floating_point() else values
+
+
+def _gathered(data: Any) -> tuple[Tensor, Tensor]:
+    """The batches of a loader, or the samples of a dataset, put together."""
+    kind = type(data).__name__
+    pairs: list[tuple[Tensor, Tensor]] = []
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    plain = isinstance(data, tuple | list | dict | str)
+    if isinstance(data, DataLoader | IterableDataset) or (indexed and not plain):
+        alone = torch.Generator()  # else a loader draws from the global one
+        batches = data if isinstance(data, DataLoader) else DataLoader(data, generator=alone)
+        pairs = [(*(b if isinstance(b, tuple | list) else [b]), None)[:2] for b in batches]
+        if not pairs:
+            raise ValueError(f"x and y must hold at least one sample; the {kind} is empty.")
+    if not pairs or not all(isinstance(part, Tensor) for pair in pairs for part in pair):
+        raise TypeError(
+            "data must be a pair of tensors or arrays (x, y), a dataset or a DataLoader that gives such "
+            f"pairs, got {kind}."
+        )
+    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])

@@ -11,13 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steppe.analysis.ascent import ascend, sam_direction
-from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.directions import filter_norms, orthonormal, random_like, unit
+from steppe.analysis.directions import (
+    ascend,
+    filter_norms,
+    orthonormal,
+    random_like,
+    sam_direction,
+    unit,
+    weighted_mean,
+)
 from steppe.analysis.hessian import Hessian
-from steppe.analysis.means import weighted_mean
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -29,10 +34,9 @@ Scale = Literal["isotropic", "filter"]
 class RadiusCurve(Result):
     """Mean loss at each radius for each kind: `loss[k, r]` for `kinds[k]` at `radii[r]`.
 
-    `error` is the standard error of that mean: over antithetic pairs of directions for random,
-    over batches for adversarial (NaN where there is only one). `theory[k, r]` is the second-order
-    expansion along the same directions (NaN for pgd, which has none). `base` is the loss without
-    perturbation.
+    `error` is the standard error over antithetic pairs of directions, or over batches (NaN where
+    there is only one). `theory` is the second-order expansion along the same directions (NaN for
+    pgd), `base` the loss without perturbation.
     """
 
     radii: Tensor
@@ -59,9 +63,10 @@ class RadiusCurve(Result):
         """
         if not rise > 0:
             raise ValueError(f"rise must be above 0, got {rise}.")
-        rises = (self.loss - self.base).tolist()
-        known = [[None if math.isnan(x) else x for x in row] for row in rises]
-        found = [radius_at(self.radii.tolist(), row, rise) for row in known]
+        rises = [
+            [None if math.isnan(x) else x for x in row] for row in (self.loss - self.base).tolist()
+        ]
+        found = [radius_at(self.radii.tolist(), row, rise) for row in rises]
         return torch.tensor(found, dtype=torch.float64)
 
 
@@ -126,25 +131,17 @@ def perturbation_curve(
     bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
-        scan = _Scan(replica, Hessian(replica), lengths, base, steps, bar, len(blocks))
-        rows = store.load()
-        work = {
-            k: passes([k], count, steps) / (count if k == "random" else len(blocks)) for k in kinds
-        }
-        done = sum(len(rows.get(kind, ())) * work[kind] for kind in kinds)
-        bar.start(problem, part=done / passes(kinds, count, steps))
-        for kind in kinds:
-            places: Sequence[Any] = blocks
-            if kind == "random":
-                places = _directions(replica, count, scale, seed)
-            for place in places[len(rows.get(kind, ())) :]:
-                row = scan.random(place) if kind == "random" else scan.adversarial(place, kind)
-                rows[kind] = torch.stack([*rows.get(kind, ()), row])
-                store.save(lambda: rows)
-    bar.close()
-    store.remove()
-    sizes = [float(len(problem.data[0][block])) for block in blocks]
-    means = [weighted_mean(rows[k], [1.0] * count if k == "random" else sizes) for k in kinds]
+        scan = _Scan(replica, Hessian(replica), lengths, base, steps)
+        parts: list[tuple[str, Any]] = [
+            (kind, b) for kind in kinds if kind != "random" for b in blocks
+        ]
+        if "random" in kinds:
+            parts += [("random", u) for u in _directions(replica, count, scale, seed)]
+        rows = store.rows(len(parts), lambda i: scan.row(*parts[i]), problem, bar)
+    sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
+    sizes |= {"random": [1.0] * count}
+    of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}
+    means = [weighted_mean(of[kind], sizes[kind]) for kind in kinds]
     return RadiusCurve(
         radii=torch.tensor(lengths, dtype=torch.float64),
         loss=torch.stack([mean[0] for mean, _ in means]),
@@ -164,10 +161,12 @@ class _Scan:
     radii: list[float]
     base: float
     steps: int
-    bar: Progress
-    blocks: int
 
-    def random(self, u: list[Tensor]) -> Tensor:
+    def row(self, kind: str, part: Any) -> Tensor:
+        loss, theory = self.random(part) if kind == "random" else self.adversarial(part, kind)
+        return torch.tensor([loss, theory], dtype=torch.float64)
+
+    def random(self, u: list[Tensor]) -> tuple[list[float], list[float]]:
         """The mean of both ways along one direction: odd terms cancel."""
         replica = self.replica
         replica.place(replica.centre)
@@ -178,25 +177,20 @@ class _Scan:
             for sign in (1.0, -1.0):
                 replica.offset(u, sign * r)
                 both.append(replica.evaluate()[0])
-                self.bar.step()
             loss.append(sum(both) / 2)
-        theory = [self.base + 0.5 * r * r * curvature for r in self.radii]
-        return torch.tensor([loss, theory], dtype=torch.float64)
+        return loss, [self.base + 0.5 * r * r * curvature for r in self.radii]
 
-    def adversarial(self, rows: slice, kind: str) -> Tensor:
+    def adversarial(self, rows: slice, kind: str) -> tuple[list[float], list[float]]:
         """Along (or from) the gradient of one batch, measured on it."""
         replica = self.replica
         v, slope = sam_direction(replica, rows)
         curvature = self.hessian.curvature(v, rows)
         base = replica.evaluate(rows)[0]
         climbing = self.steps if kind == "pgd" else 0
-        loss, theory = [], []
-        for r in self.radii:
-            loss.append(ascend(replica, rows, r, climbing, start=v)[0])
-            second = base + r * slope + 0.5 * r * r * curvature
-            theory.append(math.nan if climbing else second)
-            self.bar.step(by=(3 * climbing + 1) / self.blocks)
-        return torch.tensor([loss, theory], dtype=torch.float64)
+        loss = [ascend(replica, rows, r, climbing, start=v)[0] for r in self.radii]
+        if climbing:
+            return loss, [math.nan] * len(loss)
+        return loss, [base + r * slope + 0.5 * r * r * curvature for r in self.radii]
 
 
 def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[list[Tensor]]:
@@ -214,14 +208,8 @@ def passes(kinds: Sequence[str], count: int, steps: int) -> int:
 
 
 def _check(
-    problem: Problem,
-    radii: list[float],
-    kinds: Sequence[str],
-    batch: int,
-    count: int,
-    scale: str,
-    steps: int,
-) -> None:
+    problem: Problem, radii: list[float], kinds: Sequence[str], batch: int, count: int, scale: str, steps: int
+) -> None:  # fmt: skip
     if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
         raise ValueError(f"radii must be finite numbers of at least 0, at least one; got {radii}.")
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from steppe.analysis.heap import keep_pages
 
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
@@ -23,7 +22,7 @@ class Replica:
     """
 
     def __init__(self, problem: Problem) -> None:
-        keep_pages()
+        _keep_pages()
         self.problem = problem
         self.model = _copy(problem.model)
         self.device = next(self.model.parameters()).device
@@ -34,8 +33,10 @@ class Replica:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
         self.model.eval()
-        if problem.bn == "batch":
-            _use_batch_statistics(self.norms)
+        for norm in self.norms if problem.bn == "batch" else ():
+            # Without stored statistics BatchNorm uses the batch's, and has no buffer to update.
+            norm.track_running_stats = False
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
         named = dict(self.model.named_parameters())
         for name, p in named.items():
             p.grad = None
@@ -67,12 +68,10 @@ class Replica:
         if key not in self._batches:
             x, y = (tensor[start:stop] for tensor in self.problem.data)
             parts = -(-len(x) // self.problem.microbatch)
-            self._batches = {
-                key: list(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True))
-            }
-            if x.device == self.device:
-                # Laid out once, not at each of thousands of evaluations.
-                self._batches[key] = [(self.as_input(x), y) for x, y in self._batches[key]]
+            pairs = zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)
+            # Laid out once, not at each of thousands of evaluations; on a GPU when it is needed.
+            here = x.device == self.device
+            self._batches = {key: [(self.as_input(x) if here else x, y) for x, y in pairs]}
         for index, (x, y) in enumerate(self._batches[key]):
             # A model that draws random numbers is the same function each time it is asked.
             # (torch.manual_seed also queues a call for every absent GPU: half a millisecond.)
@@ -153,6 +152,16 @@ class Replica:
         self._stale = False
 
 
+@functools.cache
+def _keep_pages() -> None:
+    """Let the C library keep freed activations instead of giving them back to the system.
+
+    glibc stops unmapping blocks up to the largest mapped one that it has seen freed, at most 32 MiB:
+    else every activation would be new memory, zeroed page by page.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
@@ -161,13 +170,6 @@ def _copy(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the "
             "analyses never work on your own model. Load the weights into a fresh instance of it."
         ) from error
-
-
-def _use_batch_statistics(norms: Sequence[_BatchNorm]) -> None:
-    for norm in norms:
-        # Without stored statistics BatchNorm uses the batch's, and has no buffer to update.
-        norm.track_running_stats = False
-        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
 
 
 def _hits(output: Any, y: Tensor) -> Tensor | None:

@@ -23,8 +23,7 @@ R = TypeVar("R", bound="Result")
 class Result:
     """What every analysis gives: its numbers, its settings, and the `origin` they belong to.
 
-    `origin` holds the number of samples, a hash of the data and one of the weights, the BatchNorm
-    mode, the parameters under analysis, precision and version (see `Problem.describe`).
+    `origin` is what `Problem.describe` says: hashes of data and weights, BatchNorm mode, precision.
     Tensors are float64 on the CPU. `Result.load` finds the right class by itself.
     """
 
@@ -32,13 +31,9 @@ class Result:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything to one `.npz` file, in one move: a reader never sees half of it."""
-        arrays, settings = {}, {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                arrays[f.name] = value.numpy()
-            else:
-                settings[f.name] = value
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        arrays = {name: v.numpy() for name, v in values.items() if isinstance(v, Tensor)}
+        settings = {name: v for name, v in values.items() if name not in arrays}
         return write_npz(path, {"kind": type(self).__name__, "settings": settings}, arrays)
 
     @classmethod
@@ -59,8 +54,7 @@ class Result:
     def plot(self, **options: Any) -> Figure:
         """A matplotlib figure of the result; `options` are those of `steppe.report.figures`.
 
-        In a notebook it is shown; `figure.savefig("landscape.png")` writes it. To draw several
-        results in one figure, give them by name: `steppe.report.figure_of({"SGD": a, "RWP": b})`.
+        Several results in one figure: `steppe.report.figure_of({"SGD": a, "RWP": b})`.
         """
         from steppe.report.pictures import figure_of
 

@@ -22,9 +22,8 @@ from steppe.analysis.changes import (
     WeightNoise,
     input_scale,
 )
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.problem import Problem, digest
-from steppe.analysis.progress import Progress
+from steppe.analysis.progress import Checkpoint, Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
 from steppe.batchnorm import batch_size, recompute_norm_stats, tracked_norms
@@ -63,10 +62,9 @@ def robustness(
 
     - Changed are tensors of two or more dimensions, without embeddings, tokens and positions;
       `include="all"` takes every parameter under analysis.
-    - `recalibrate`: batches of the *training* pipeline, augmentation included (a `DataLoader`, or
-      an iterable of inputs or of tuples that begin with them). BatchNorm's statistics are then
-      recomputed from the first `recalibration_samples` after each change, and every number is there
-      twice: as is, and recalibrated. Without it, as is only.
+    - `recalibrate`: batches of the *training* pipeline, augmentation included (inputs, or tuples that
+      begin with them). BatchNorm's statistics are recomputed from the first `recalibration_samples`
+      after each change, and every number is there twice: as is, and recalibrated.
     - Random changes are drawn `draws` times, each draw with both signs.
 
     Examples:
@@ -79,27 +77,35 @@ def robustness(
     """
     chosen = (Change(), *(standard_changes(problem) if changes is None else changes))
     _check(problem, chosen, include, draws, recalibration_samples)
-    plan = [(i, n) for i, c in enumerate(chosen) for n in range(2 * draws if c.random else 1)]
+    counts = tuple(2 * draws if change.random else 1 for change in chosen)
+    plan = [(c, number) for c, count in enumerate(counts) for number in range(count)]
     batches = [] if recalibrate is None else _first(recalibrate, recalibration_samples)
     with problem.replica() as replica:
         bench = _Bench(replica, _changed_names(problem, include), batches, seed)
-        settings = _settings(problem, chosen, bench, include, draws, seed)
+        settings: dict[str, Any] = {
+            "kinds": tuple(change.kind for change in chosen),
+            "schemes": tuple(change.scheme for change in chosen),
+            "sizes": tuple(change.size for change in chosen),
+            "counts": counts,
+            "statistics": bench.statistics,
+            "recalibration_samples": bench.recalibration,
+            "norms": bench.norms,
+            "changed": bench.names,
+            "include": include,
+            "draws": draws,
+            "seed": seed,
+            "origin": problem.describe(),
+        }
         tensors = [leaf for leaf in pytree.tree_leaves(bench.batches) if isinstance(leaf, Tensor)]
-        asked = {**settings, "recalibration": digest(tensors)}
-        store = Checkpoint(checkpoint, {"analysis": "robustness", **asked})
-        bar = Progress(
-            "robustness", forwards(problem, chosen, draws, bench.recalibration), progress
-        )
+        asked = {"analysis": "robustness", **settings, "recalibration": digest(tensors)}
+        total = forwards(problem, chosen, draws, bench.recalibration)
+        bar, store = Progress("robustness", total, progress), Checkpoint(checkpoint, asked)
 
         def row(index: int) -> Tensor:
             change, number = plan[index]
-            found = bench.measure(chosen[change], number)
-            bar.step(by=bar.total / len(plan))
-            return found
+            return bench.measure(chosen[change], number)
 
-        rows = store.rows(len(plan), row, lambda part: bar.start(problem, part=part))
-    bar.close()
-    store.remove()
+        rows = store.rows(len(plan), row, problem, bar)
     shape = (len(METRICS), rows.shape[1], len(chosen), 2 * draws)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     for (change, number), measured in zip(plan, rows, strict=True):
@@ -208,32 +214,13 @@ def _changed_names(problem: Problem, include: Included) -> list[str]:
     return names
 
 
-def _settings(
-    problem: Problem, changes: Sequence[Change], bench: _Bench, include: str, draws: int, seed: int
-) -> dict[str, Any]:
-    return {
-        "kinds": tuple(change.kind for change in changes),
-        "schemes": tuple(change.scheme for change in changes),
-        "sizes": tuple(change.size for change in changes),
-        "counts": tuple(2 * draws if change.random else 1 for change in changes),
-        "statistics": bench.statistics,
-        "recalibration_samples": bench.recalibration,
-        "norms": bench.norms,
-        "changed": bench.names,
-        "include": include,
-        "draws": draws,
-        "seed": seed,
-        "origin": problem.describe(),
-    }
-
-
 def _first(batches: Iterable[Any], samples: int) -> list[Any]:
     """As many batches as hold so many samples."""
     found: list[Any] = []
     for batch in batches:
         found.append(batch)
         if sum(map(batch_size, found)) >= samples:
-            return found
+            break
     if not found:
         raise ValueError("recalibrate holds no batches: give it those of the training pipeline.")
     return found
@@ -262,11 +249,12 @@ def _check(
     for change in changes:
         if not isinstance(change, Change):
             raise TypeError(f"changes must be such as Rounding(4) or Pruning(0.5), got {change!r}.")
-        images = isinstance(change, Blur | Contrast)
-        if (images and not _are_images(x)) or (
-            isinstance(change, InputNoise) and not x.is_floating_point()
-        ):
-            wanted = "images (n, channels, height, width)" if images else "inputs of real numbers"
+        wanted = ""
+        if isinstance(change, Blur | Contrast) and not _are_images(x):
+            wanted = "images (n, channels, height, width)"
+        elif isinstance(change, InputNoise) and not x.is_floating_point():
+            wanted = "inputs of real numbers"
+        if wanted:
             raise ValueError(
                 f"{change} needs {wanted}, got x of shape {tuple(x.shape)} ({x.dtype}). "
                 "Leave it out."

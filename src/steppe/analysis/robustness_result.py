@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.changes import Change, words
 from steppe.analysis.results import Result, plain
-
-if TYPE_CHECKING:
-    pass
 
 METRICS = ("loss", "accuracy", "ece")
 MOVED = 0.005
@@ -24,11 +22,9 @@ MOVED = 0.005
 class Robustness(Result):
     """Loss, accuracy and calibration error: `accuracy[s, c]` with `statistics[s]` after change c.
 
-    Change 0 is none. Change c is of `kinds[c]`, `schemes[c]` and `sizes[c]`. `statistics` says whose
-    BatchNorm statistics were used: `"as is"` the stored ones, `"recalibrated"` those of training
-    batches after the change, `"batch"` those of each micro-batch. Accuracy and calibration error
-    are fractions, NaN where the targets are not classes.
-
+    Change 0 is none, change c of `kinds[c]`, `schemes[c]` and `sizes[c]`. BatchNorm's `statistics` are
+    the stored ones (`"as is"`), those of training batches after the change (`"recalibrated"`), or of
+    each micro-batch (`"batch"`). Accuracy and calibration error are fractions, NaN without classes.
     `values[m, s, c, d]` holds every draw d of `METRICS[m]`; draws 2i and 2i + 1 have opposite signs.
     """
 
@@ -48,15 +44,15 @@ class Robustness(Result):
 
     @property
     def loss(self) -> Tensor:
-        return self._means(0)
+        return self._over_draws("loss", _mean)
 
     @property
     def accuracy(self) -> Tensor:
-        return self._means(1)
+        return self._over_draws("accuracy", _mean)
 
     @property
     def ece(self) -> Tensor:
-        return self._means(2)
+        return self._over_draws("ece", _mean)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -71,24 +67,16 @@ class Robustness(Result):
 
     def spread(self, metric: Literal["loss", "accuracy", "ece"] = "accuracy") -> Tensor:
         """The standard deviation over single draws; NaN where there is only one."""
-        values = self.values[METRICS.index(metric)]
-        return torch.stack(
-            [
-                values[:, c, :n].std(1) if n > 1 else torch.full((len(values),), torch.nan).double()
-                for c, n in enumerate(self.counts)
-            ],
-            1,
-        )
+        return self._over_draws(metric, _std)
 
     def noise_borne(
         self, drop: float = 0.01, confidence: float = 0.95, statistics: str | None = None
     ) -> float:
         """The largest ratio of weight noise that costs at most `drop` accuracy on average.
 
-        For this ratio and every smaller one that was measured, the upper bound of the mean loss of
-        accuracy, a one-sided t-bound over pairs of draws at this confidence, is at most `drop`. It
-        is 0 if no ratio is borne, and a lower bound if the largest one is. `statistics` chooses among
-        the result's own, by default the first.
+        For it and every smaller ratio measured, a one-sided t-bound of the mean loss of accuracy, over
+        pairs of draws, is at most `drop`: 0 if no ratio is borne, a lower bound if the largest is.
+        `statistics` chooses among the result's own, by default the first.
         """
         from scipy import stats
 
@@ -120,7 +108,7 @@ class Robustness(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each change and each way of BatchNorm's statistics."""
-        spread = {metric: self.spread(metric) for metric in METRICS}  # type: ignore[arg-type]
+        means, stds = ({m: self._over_draws(m, f) for m in METRICS} for f in (_mean, _std))
         return [
             {
                 "change": label,
@@ -129,8 +117,8 @@ class Robustness(Result):
                 "size": self.sizes[c],
                 "statistics": statistics,
                 "draws": self.counts[c],
-                **{m: float(self._means(i)[s, c]) for i, m in enumerate(METRICS)},
-                **{f"{m}_std": float(spread[m][s, c]) for m in METRICS},
+                **{m: float(values[s, c]) for m, values in means.items()},
+                **{f"{m}_std": float(values[s, c]) for m, values in stds.items()},
             }
             for c, label in enumerate(self.labels)
             for s, statistics in enumerate(self.statistics)
@@ -144,19 +132,18 @@ class Robustness(Result):
         """One line a change; accuracy in per cent, with the standard deviation over draws."""
         from steppe.lab.tables import Table
 
-        classes = not bool(self.accuracy[0].isnan().all())
-        metrics = ("accuracy", "loss", "ece") if classes else ("loss",)
         names = {"accuracy": "accuracy %", "loss": "loss", "ece": "ECE %"}
-        several = len(self.statistics) > 1
+        if self.accuracy[0].isnan().all():
+            names = {"loss": "loss"}
+        ways = len(self.statistics)
         header = ["change"]
-        for statistics in self.statistics:
-            header += [names[m] + (f", {statistics}" if several else "") for m in metrics]
-        lines = []
-        for c, label in enumerate(self.labels):
-            cells = [label]
-            for s in range(len(self.statistics)):
-                cells += [self._cell(metric, s, c) for metric in metrics]
-            lines.append(tuple(cells))
+        for way in self.statistics:
+            header += [f"{name}, {way}" if ways > 1 else name for name in names.values()]
+        rows = self.rows()
+        lines = [
+            (label, *(_cell(row, metric) for row in rows[ways * c :][:ways] for metric in names))
+            for c, label in enumerate(self.labels)
+        ]
         return Table(tuple(header), tuple(lines), notes=self.notes()).render(form)
 
     def notes(self) -> tuple[str, ...]:
@@ -167,43 +154,45 @@ class Robustness(Result):
             + (" (two or more dimensions, no embeddings)." if self.include == "matrices" else ".")
         ]
         if "rounding" in self.kinds:
-            said.append(
-                "Rounding: symmetric, to nearest, 2^bits - 1 levels (2 bits: -1, 0, 1), one scale as named."
-            )
+            levels = "2^bits - 1 levels (2 bits: -1, 0, 1)"
+            said.append(f"Rounding: symmetric, to nearest, {levels}, one scale as named.")
         if self.draws > 1 and max(self.counts) > 1:
-            said.append(
-                f"Noise: mean ± standard deviation over {self.draws} draws taken with both signs."
-            )
+            over = f"{self.draws} draws taken with both signs"
+            said.append(f"Noise: mean ± standard deviation over {over}.")
         if "recalibrated" in self.statistics:
             said.append(self._recalibration_words())
         elif self.norms and self.statistics == ("as is",):
-            said.append(
-                "BatchNorm statistics as stored; training batches (recalibrate=) show them recalibrated."
-            )
+            more = "training batches (recalibrate=) show them recalibrated"
+            said.append(f"BatchNorm statistics as stored; {more}.")
         return tuple(said)
 
     def _recalibration_words(self) -> str:
         shift = self.recalibration_shift
         said = f"Recalibrated from {self.recalibration_samples} training samples after the change."
-        if math.isnan(shift):
-            return said
-        said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points"
-        if abs(shift) <= MOVED:
-            return f"{said}."
-        return (
-            f"{said}: compare recalibrated numbers with the recalibrated unchanged model, and check "
-            "that the batches come from the training pipeline with its augmentation."
-        )
+        if not math.isnan(shift):
+            said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
+        if abs(shift) > MOVED:
+            said += (
+                " Compare recalibrated numbers with the recalibrated unchanged model, and check that "
+                "the batches come from the training pipeline with its augmentation."
+            )
+        return said
 
-    def _means(self, metric: int) -> Tensor:
-        values = self.values[metric]
-        return torch.stack([values[:, c, :n].mean(1) for c, n in enumerate(self.counts)], 1)
+    def _over_draws(self, metric: str, number: Callable[[Tensor], Tensor]) -> Tensor:
+        values = self.values[METRICS.index(metric)]
+        return torch.stack([number(values[:, c, :n]) for c, n in enumerate(self.counts)], 1)
 
-    def _cell(self, metric: str, s: int, c: int) -> str:
-        i = METRICS.index(metric)
-        scale = 1 if metric == "loss" else 100
-        mean = scale * float(self._means(i)[s, c])
-        form = ".4g" if metric == "loss" else ".1f"
-        if metric == "accuracy" and self.counts[c] > 1:
-            return f"{mean:{form}} ± {100 * float(self.spread()[s, c]):{form}}"
-        return f"{mean:{form}}"
+
+def _mean(draws: Tensor) -> Tensor:
+    return draws.mean(1)
+
+
+def _std(draws: Tensor) -> Tensor:
+    return draws.std(1) if draws.shape[1] > 1 else torch.full_like(draws[:, 0], torch.nan)
+
+
+def _cell(row: dict[str, Any], metric: str) -> str:
+    if metric == "loss":
+        return f"{row[metric]:.4g}"
+    spread = metric == "accuracy" and row["draws"] > 1
+    return f"{100 * row[metric]:.1f}" + (f" ± {100 * row['accuracy_std']:.1f}" if spread else "")

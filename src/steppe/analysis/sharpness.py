@@ -11,12 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steppe.analysis.ascent import ascend, sam_direction
-from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.directions import random_like
-from steppe.analysis.means import weighted_mean
+from steppe.analysis.directions import ascend, random_like, sam_direction, weighted_mean
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -86,22 +83,16 @@ def sharpness(
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
     with problem.replica() as replica:
         scales = [w.abs() for w in replica.centre] if adaptive else None
-        scan = _Scan(replica, rows, scales, bar)
+        scan = _Scan(replica, rows, scales)
         base = scan.losses()
-
-        def begin(part: float) -> None:
-            bar.start(problem, part=part)
-
         if case == "worst":
-            rises = store.rows(len(rows), lambda i: scan.worst(i, rho, steps), begin) - base
+            rises = store.rows(parts, lambda i: scan.worst(i, rho, steps), problem, bar) - base
             value, error = weighted_mean(rises, sizes)
         else:
             std = rho / math.sqrt(problem.size)
-            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), begin) - base
+            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), problem, bar) - base
             rises = every.mean(0)
             value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
-    bar.close()
-    store.remove()
     return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)
 
 
@@ -112,7 +103,6 @@ class _Scan:
     replica: Replica
     parts: list[slice]
     scales: list[Tensor] | None
-    bar: Progress
 
     def losses(self) -> Tensor:
         return torch.tensor([self.replica.evaluate(p)[0] for p in self.parts], dtype=torch.float64)
@@ -122,7 +112,6 @@ class _Scan:
         rows = self.parts[part]
         start, _ = sam_direction(self.replica, rows, self.scales)
         loss, _ = ascend(self.replica, rows, rho, steps, start=start, scales=self.scales)
-        self.bar.step(by=self.bar.total / len(self.parts))
         return torch.tensor(loss, dtype=torch.float64)
 
     def both_ways(self, seed: int, std: float) -> Tensor:
@@ -137,7 +126,6 @@ class _Scan:
         for sign in (std, -std):
             self.replica.offset(eps, sign)
             total += self.losses() / 2
-            self.bar.step()
         return total
 
 

@@ -10,11 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem
-from steppe.analysis.progress import Progress, Show
+from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.results import Result
 
 # n times the weight of a simple eigenvalue is a squared normal: above this in one probe of a
@@ -26,10 +25,8 @@ SIMPLE = 10.83
 class Spectrum(Result):
     """A spectral density on a grid, and the quadrature behind it.
 
-    `density` integrates to one over `grid`. `nodes` and `weights` (summing to one) are the
-    quadrature itself: the mean over eigenvalues of `f` is `sum(weights * f(nodes))`. `trace` is
-    that of the Hessian, `trace_error` its standard error from the number of probes. `largest`
-    and `smallest` come with residual bounds.
+    `density` integrates to one over `grid`. The mean over eigenvalues of `f` is
+    `sum(weights * f(nodes))`. `trace_error` is the trace's standard error from the number of probes.
     """
 
     grid: Tensor
@@ -62,11 +59,10 @@ def spectrum(
 ) -> Spectrum:
     """The eigenvalue density of the Hessian from `steps * probes` products.
 
-    Lanczos from a random unit vector gives a Gauss quadrature of the density: the Ritz values as
-    nodes, the squared first components of T's eigenvectors as weights. A Ritz value that has
-    converged and stands apart is one eigenvalue, whose weight is known: exactly 1/n; the other
-    weights are rescaled. `width` of the smoothing kernel is relative to the range of the nodes,
-    and at least two grid steps. With as many steps as weights the quadrature is exact.
+    Lanczos from a random unit vector gives a Gauss quadrature of the density, exact with as many
+    steps as weights. A Ritz value that has converged and stands apart is one eigenvalue, of weight
+    exactly 1/n; the other weights are rescaled. `width` of the smoothing kernel is relative to the
+    range of the nodes, and at least two grid steps.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1, bias=False).double()
@@ -129,37 +125,35 @@ def _rules(
     hessian: Hessian, depth: int, probes: int, seed: int, store: Checkpoint, bar: Progress
 ) -> list[_Rule]:
     stored = store.load()
-    finished = int(stored["finished"]) if stored else 0
-    kept = [stored[f"rule{i}"] for i in range(finished)]
-    done = finished * depth + (len(stored["alpha"]) if stored else 0)
+    kept = {name: rule for name, rule in stored.items() if name.startswith("rule")}
+    done = len(kept) * depth + len(stored.get("alpha", ()))
     bar.start(hessian.replica.problem, "products", part=done / (depth * probes))
-    for probe in range(finished, probes):
+    for probe in range(len(kept), probes):
         krylov = Krylov(hessian.size, hessian.eps, seed + 7919 * probe)
-        if stored and probe == finished:
+        if stored:
             krylov.restore(stored)
+            stored = {}
         # At a breakdown the quadrature is exact: a restart would add what has no weight.
         while len(krylov) < depth and not krylov.broken:
             krylov.step(hessian)
             bar.step()
-            rules = {f"rule{i}": rule for i, rule in enumerate(kept)}
-            finish = {"finished": torch.tensor(probe)}
-            store.save(partial(_state, krylov, {**rules, **finish}))
+            store.save(partial(_state, krylov, kept))
         values, vectors, bounds = krylov.ritz()
-        kept.append(torch.stack([values, vectors[0].square(), bounds]))
+        kept[f"rule{probe}"] = torch.stack([values, vectors[0].square(), bounds])
     bar.close()
-    return [_corrected(rule[0], rule[1], rule[2], hessian.size) for rule in kept]
+    return [_corrected(kept[f"rule{i}"], hessian.size) for i in range(probes)]
 
 
-def _state(krylov: Krylov, finished: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {**krylov.state(), **finished}
+def _state(krylov: Krylov, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**krylov.state(), **kept}
 
 
-def _corrected(nodes: Tensor, raw: Tensor, bounds: Tensor, n: int) -> _Rule:
+def _corrected(rule: Tensor, n: int) -> _Rule:
     """Give each node that is one eigenvalue the weight 1/n, and the others what is left.
 
-    Cuts the error of the trace from 16–28 % to a few per cent: a handful of large eigenvalues
-    carry most of it, and their raw weights are squared normals.
+    A handful of large eigenvalues carry most of the trace, and their raw weights are squared normals.
     """
+    nodes, raw, bounds = rule
     infinite = torch.full((1,), math.inf, dtype=torch.float64)
     gaps = torch.cat([infinite, nodes.diff(), infinite])
     apart = bounds <= 0.01 * torch.minimum(gaps[:-1], gaps[1:])
@@ -176,10 +170,7 @@ def _corrected(nodes: Tensor, raw: Tensor, bounds: Tensor, n: int) -> _Rule:
 def smooth(
     nodes: Tensor, weights: Tensor, points: int = 1024, width: float = 0.01
 ) -> tuple[Tensor, Tensor, float]:
-    """Grid, density and kernel width of a Gaussian smoothing of weighted nodes.
-
-    The width is relative to the range, so that a Hessian of size 1e-4 looks like one of size 1.
-    """
+    """Grid, density and kernel width of a Gaussian smoothing of weighted nodes."""
     low, high = nodes.min().item(), nodes.max().item()
     span = (high - low) or abs(high) or 1.0
     # Six widths of margin on each side hold all of the kernel's mass to 1e-8.

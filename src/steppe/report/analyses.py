@@ -1,4 +1,4 @@
-"""Analyses of stored runs: the problem behind a run, and results kept in the run's folder.
+"""Analyses of stored runs: the problem behind a run, results kept in its folder, and in words.
 
 analysis/NAME.npz    the result, as `steppe.analysis` saves it
 analysis/NAME.json   what was asked for, how long it took and where it ran
@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from steppe import analysis
 from steppe.analysis import Problem, Result
 from steppe.analysis.problem import BatchNormMode
 from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
-from steppe.lab.trained import device, load_trained, training_batches
+from steppe.lab.trained import device, load_trained
+from steppe.report.charts import shown_within
 
 FOLDER = "analysis"
 Request = Mapping[str, Any]
@@ -62,11 +64,6 @@ def problem_of(
         return Problem(whole.model, whole.task.loss, (x, y), bn=bn)
 
 
-def recalibration_batches(run: Run, samples: int, sources: Sources | None = None) -> list[Tensor]:
-    """Inputs from the run's training pipeline, augmented, to recompute BatchNorm statistics from."""
-    return training_batches(load_trained(run, sources), run.config, samples)
-
-
 def load(run: Run, name: str) -> Stored | None:
     """A stored analysis by name; None if there is none."""
     file = run.folder / FOLDER / f"{name}.npz"
@@ -86,16 +83,13 @@ def is_stored(run: Run, name: str, request: Request) -> bool:
     return found is not None and dict(found.request) == json.loads(json.dumps(dict(request)))
 
 
-def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result]) -> Stored:
-    """Do an analysis and keep it, resuming an interrupted one with this request.
-
-    `work` is given the file for its checkpoint.
-    """
+def perform(run: Run, name: str, request: Request, work: Callable[..., Result]) -> Stored:
+    """Do an analysis and keep it, resuming an interrupted one with this request."""
     folder = run.folder / FOLDER
     digest = hashlib.sha256(json.dumps(dict(request), sort_keys=True).encode()).hexdigest()[:12]
     begin = time.perf_counter()
     with explained(f"{name} of {run.name}"):
-        result = work(folder / f".{name}-{digest}.npz")
+        result = work(checkpoint=folder / f".{name}-{digest}.npz")
     about: dict[str, Any] = {
         "request": dict(request),
         "seconds": round(time.perf_counter() - begin, 3),
@@ -109,3 +103,52 @@ def perform(run: Run, name: str, request: Request, work: Callable[[Path], Result
     for other in folder.glob(f".{name}-*.npz"):
         other.unlink()
     return Stored(run, result, about["request"], about["seconds"], about["environment"])
+
+
+def described(result: Result) -> str:
+    """The outcome in a few words."""
+    match result:
+        case analysis.Landscape():
+            finite = result.loss[result.loss.isfinite()]
+            top = float(finite.max()) if len(finite) else math.nan
+            holes = f", {result.holes} not finite" if result.holes else ""
+            return f"loss {result.centre:.4g} at the centre, up to {top:.4g}{holes}"
+        case analysis.Spectrum():
+            return (
+                f"largest eigenvalue {shown_within(result.largest, result.largest_residual)}, "
+                f"trace {result.trace:.4g} ± {result.trace_error:.1g}"
+            )
+        case analysis.RadiusCurve():
+            ends = zip(result.kinds, result.loss[:, -1].tolist(), strict=True)
+            last = ", ".join(f"{kind} {loss:.4g}" for kind, loss in ends)
+            return f"loss {result.base:.4g}; at radius {float(result.radii[-1]):g}: {last}"
+        case analysis.Sharpness():
+            rise = f"{result.value:.4g} ± {result.error:.1g}"
+            return f"{result.case} rise {rise} at rho {result.rho:g}"
+        case analysis.Robustness():
+            return _survived(result)
+        case analysis.Ensemble():
+            (nll, right, ece), mean = result.single.tolist(), result.averaged[-1].tolist()
+            return (
+                f"NLL {nll:.4g} -> {mean[0]:.4g}, accuracy {100 * right:.4g} -> {100 * mean[1]:.4g}, ECE "
+                f"{100 * ece:.3g} -> {100 * mean[2]:.3g} with {len(result.averaged)} draws"
+            )
+    return type(result).__name__
+
+
+def _survived(result: analysis.Robustness) -> str:
+    """Accuracy as it is and after the changes that tables show."""
+    metric, said = 100 * result.accuracy, "accuracy"
+    if bool(metric.isnan().all()):
+        metric, said = result.loss, "loss"
+    parts = [f"{said} {_each(metric[:, 0])}"]
+    for change in (analysis.Rounding(4), analysis.Rounding(3), analysis.Pruning(0.8)):
+        if (place := result.place(change)) is not None:
+            name = result.labels[place].partition(",")[0]
+            parts.append(f"{name} {_each(metric[:, place])}")
+    several = f" ({' / '.join(result.statistics)})" if len(result.statistics) > 1 else ""
+    return ", ".join(parts) + several
+
+
+def _each(values: Tensor) -> str:
+    return " / ".join(f"{value:.4g}" for value in values.tolist())

@@ -6,6 +6,7 @@ import logging
 import shlex
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -19,7 +20,7 @@ from steppe.lab.runs import DEFAULT_STORE, Run
 
 # What measures is imported where it is used: `--help` must not wait for torch.
 if TYPE_CHECKING:
-    from steppe.analysis import Cost, Problem
+    from steppe.analysis import Problem
 
 logger = logging.getLogger("steppe")
 
@@ -57,18 +58,18 @@ class Analysis(ABC):
     function: ClassVar[str] = ""
     """Its name in `steppe.analysis`, where it differs."""
 
-    def arguments(self, run: Run) -> dict[str, Any]:
-        """What the function takes beside the problem; by default the options of the command."""
-        return self.options()
-
     def options(self) -> dict[str, Any]:
         """The options that are not common to all analyses."""
         every = asdict(self).items()
         return {name: value for name, value in every if name not in ("runs", "common")}
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        """What the function takes beside the problem; by default the options of the command."""
+        return self.options()
+
     @abstractmethod
-    def cost(self, problem: Problem) -> Cost:
-        """What it will take."""
+    def work(self, problem: Problem) -> dict[str, int]:
+        """How many forwards, gradients or products over all samples it takes."""
 
     @property
     def stem(self) -> str:
@@ -82,47 +83,30 @@ class Analysis(ABC):
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
-        from steppe.report.analyses import is_stored, perform, problem_of
-        from steppe.report.outcomes import described
+        from steppe.report.analyses import described, is_stored, perform, problem_of
 
         function = getattr(steppe.analysis, self.function or self.name)
-        progress = False if self.common.quiet else None
-        subjects = self._subjects()
-        todo = [
-            run
-            for run in subjects
-            if self.common.again or not is_stored(run, self.stem, self.request())
-        ]
+        common, request, subjects = self.common, self.request(), self._subjects()
+        progress = False if common.quiet else None
+        todo = [r for r in subjects if common.again or not is_stored(r, self.stem, request)]
         if len(todo) < len(subjects):
             logger.info("%d of %d are stored already", len(subjects) - len(todo), len(subjects))
         for number, run in enumerate(todo):
-            problem = problem_of(run, self.common.samples, self.common.split, self.common.bn)
-            if number == 0:
+            problem = problem_of(run, common.samples, common.split, common.bn)
+            if number == 0 and not common.quiet:
                 self._announce(problem, len(todo))
-            stored = perform(
-                run,
-                self.stem,
-                self.request(),
-                lambda file, run=run, problem=problem: function(  # type: ignore[misc]
-                    problem, **self.arguments(run), checkpoint=file, progress=progress
-                ),
-            )
+            options = {**self.arguments(run), "progress": progress}
+            measure = partial(function, problem, **options)
+            stored = perform(run, self.stem, request, measure)
             logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
         self._say_where(subjects)
 
     def _say_where(self, subjects: list[Run]) -> None:
         """The numbers and pictures of each run, and how to draw all runs in one figure."""
-        from steppe.report.analyses import FOLDER, load
-        from steppe.report.pictures import write_picture
+        from steppe.report.pictures import pictured
 
         for run in subjects:
-            numbers = run.folder / FOLDER / f"{self.stem}.npz"
-            picture = numbers.with_suffix(".png")
-            stored = load(run, self.stem)
-            if stored is not None and (
-                not picture.exists() or picture.stat().st_mtime < numbers.stat().st_mtime
-            ):
-                write_picture(stored, self.stem)
+            numbers, picture = pictured(run, self.stem)
             also = f", picture: {picture.name}" if picture.exists() else ""
             logger.info("numbers: %s%s", numbers, also)
         if len(subjects) > 1 and self.name != "sharpness":
@@ -130,14 +114,12 @@ class Analysis(ABC):
             logger.info("together: steppe figure %s %s%s", self.name, shlex.join(self.runs), store)
 
     def _announce(self, problem: Problem, count: int) -> None:
-        if self.common.quiet:
-            return
         with explained(self.name):
-            one = self.cost(problem)
-        whole = steppe.analysis.Cost(one.flops * count, one.seconds * count)
+            work = {unit: count * times for unit, times in self.work(problem).items()}
+            cost = steppe.analysis.estimate(problem, **work)
         runs = f"{count} runs" if count > 1 else "1 run"
         size = f"{problem.samples} samples, {problem.size} weights"
-        logger.info("%s of %s (%s): %s", self.name, runs, size, whole)
+        logger.info("%s of %s (%s): %s", self.name, runs, size, cost)
 
     def _subjects(self) -> list[Run]:
         """The runs named; of a comparison, the first `seeds` of each method."""
@@ -147,12 +129,13 @@ class Analysis(ABC):
             )
         if self.common.seeds < 1:
             raise LabError(f"seeds must be at least 1, got {self.common.seeds}.")
-        from steppe.report.subjects import find_runs
+        from steppe.report.subjects import find_runs, runs_by_method
 
         found: dict[Path, Run] = {}
         for name in self.runs:
             if name.endswith(".json"):
-                chosen = _of_comparison(name, self.common.store, self.common.seeds)
+                methods = runs_by_method(name, self.common.store)
+                chosen = [run for _, runs in methods for run in runs[: self.common.seeds]]
             else:
                 chosen = find_runs(name, self.common.store)
             found.update({run.folder: run for run in chosen})
@@ -174,8 +157,8 @@ class LandscapeOf(Analysis):
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"n": self.n, "span": self.span, "seeds": self.directions}
 
-    def cost(self, problem: Problem) -> Cost:
-        return steppe.analysis.estimate(problem, forwards=self.n**2)
+    def work(self, problem: Problem) -> dict[str, int]:
+        return {"forwards": self.n**2}
 
 
 @dataclass(frozen=True)
@@ -190,10 +173,8 @@ class SpectrumOf(Analysis):
     """Of the probes."""
     name: ClassVar[str] = "spectrum"
 
-    def cost(self, problem: Problem) -> Cost:
-        return steppe.analysis.estimate(
-            problem, products=min(self.steps, problem.size) * self.probes
-        )
+    def work(self, problem: Problem) -> dict[str, int]:
+        return {"products": min(self.steps, problem.size) * self.probes}
 
 
 @dataclass(frozen=True)
@@ -217,11 +198,11 @@ class RadiusOf(Analysis):
     name: ClassVar[str] = "radius"
     function: ClassVar[str] = "perturbation_curve"
 
-    def cost(self, problem: Problem) -> Cost:
+    def work(self, problem: Problem) -> dict[str, int]:
         from steppe.analysis.radius import passes
 
         each = passes(self.kinds, min(self.directions, problem.size), self.steps)
-        return steppe.analysis.estimate(problem, forwards=max(1, each * len(self.radii)))
+        return {"forwards": max(1, each * len(self.radii))}
 
 
 @dataclass(frozen=True)
@@ -248,9 +229,8 @@ class SharpnessOf(Analysis):
     def stem(self) -> str:
         return f"sharpness-{self.case}{'-adaptive' if self.adaptive else ''}"
 
-    def cost(self, problem: Problem) -> Cost:
-        forwards = 2 * self.draws if self.case == "average" else 3 * self.steps + 4
-        return steppe.analysis.estimate(problem, forwards=forwards)
+    def work(self, problem: Problem) -> dict[str, int]:
+        return {"forwards": 2 * self.draws if self.case == "average" else 3 * self.steps + 4}
 
 
 @dataclass(frozen=True)
@@ -269,18 +249,18 @@ class RobustnessOf(Analysis):
     name: ClassVar[str] = "robustness"
 
     def arguments(self, run: Run) -> dict[str, Any]:
-        from steppe.report.analyses import recalibration_batches
+        from steppe.lab.trained import load_trained, training_batches
 
-        batches = recalibration_batches(run, self.recalibration_samples)
+        batches = training_batches(load_trained(run), run.config, self.recalibration_samples)
         return {"recalibrate": batches, **self.options()}
 
-    def cost(self, problem: Problem) -> Cost:
+    def work(self, problem: Problem) -> dict[str, int]:
         from steppe.analysis.robustness import forwards, standard_changes
         from steppe.batchnorm import tracked_norms
 
         recalibration = self.recalibration_samples if tracked_norms(problem.model) else 0
-        count = forwards(problem, standard_changes(problem), self.draws, recalibration)
-        return steppe.analysis.estimate(problem, forwards=count)
+        changes = standard_changes(problem)
+        return {"forwards": forwards(problem, changes, self.draws, recalibration)}
 
 
 @dataclass(frozen=True)
@@ -299,8 +279,8 @@ class EnsembleOf(Analysis):
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"ratio": self.ratio, "samples": self.draws, "seed": self.seed}
 
-    def cost(self, problem: Problem) -> Cost:
-        return steppe.analysis.estimate(problem, forwards=self.draws + 1)
+    def work(self, problem: Problem) -> dict[str, int]:
+        return {"forwards": self.draws + 1}
 
 
 @dataclass(frozen=True)
@@ -323,17 +303,3 @@ class Analyze:
 
     def run(self) -> None:
         self.what.run()
-
-
-def _of_comparison(name: str, store: Path, seeds: int) -> list[Run]:
-    from steppe.report.subjects import find_comparison
-
-    chosen = []
-    for row in find_comparison([name], store).rows:
-        folders = [result.folder for result in row.finished[:seeds]]
-        if None in folders:
-            raise LabError(
-                f"the runs of {name} are not in {store}: give their folder, --store FOLDER."
-            )
-        chosen += [Run(folder) for folder in folders if folder is not None]
-    return chosen

@@ -15,6 +15,7 @@ T = TypeVar("T")
 # Okabe & Ito (2008), in the order in which they are easiest to tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)), (0, (7, 2)))
+MARKS = "osd^vP*"
 SURFACE = "viridis"
 
 
@@ -60,10 +61,20 @@ def shared_legend(figure: Figure, axes: Sequence[Any], columns: int | None = Non
 
 def line_style(index: int) -> dict[str, Any]:
     """Colour and dash of the line with this number: each can be recognised by either."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": DASHES[index % len(DASHES)],
-    }
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+
+
+def marked_style(index: int) -> dict[str, Any]:
+    """The same with a mark."""
+    return {**line_style(index), "marker": MARKS[index % len(MARKS)]}
+
+
+def error_bars(
+    axis: Any, index: int, x: Any, y: Any, errors: Any, label: str, **style: Any
+) -> None:
+    """The line with this number, with marks and bars."""
+    bars = {"yerr": errors, "markersize": 4, "capsize": 2, "label": label or None}
+    axis.errorbar(x, y, **{**marked_style(index), **bars, **style})
 
 
 def plain_ticks(axis: Any) -> None:

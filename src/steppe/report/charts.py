@@ -3,22 +3,170 @@ dark and print; every series differs in mark and dash as well."""
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
-
-from steppe.report.svg import STYLES, Scale, dash, marker, number, path, scale_for, shown, tag, text
 
 WIDTH, HEIGHT = 480.0, 310.0
 LEFT, RIGHT, TOP, BOTTOM = 68.0, 14.0, 14.0, 46.0
-WIDE = 0.72
-"""The width of a letter is about so much of its size; for judging what overlaps."""
+ACROSS, UPWARDS = (LEFT, WIDTH - RIGHT), (HEIGHT - BOTTOM, TOP)
+"""Where the two axes begin and end."""
+DASHES = (None, "7 4", "2 3", "9 3 2 3", "1 4", "12 4", "4 2 1 2 1 2")
+STYLES = len(DASHES)
+
+
+def tag(name: str, *children: str, **attributes: object) -> str:
+    """An element; attributes are escaped, children are markup. `class_` and `stroke_width` are
+    written as `class` and `stroke-width`; an attribute that is None is left out.
+
+    >>> tag("text", text("a < b"), x=1.25, class_="tick")
+    '<text x="1.25" class="tick">a &lt; b</text>'
+    """
+    parts = [name]
+    for key, value in attributes.items():
+        if value is not None:
+            shown = number(value) if isinstance(value, float) else str(value)
+            parts.append(f'{key.rstrip("_").replace("_", "-")}="{html.escape(shown)}"')
+    return f"<{' '.join(parts)}>{''.join(children)}</{name}>"
+
+
+def text(words: object) -> str:
+    """Words as markup."""
+    return html.escape(str(words))
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A coordinate, as short as it can be."""
+    return f"{value:.{digits}f}".rstrip("0").rstrip(".") if math.isfinite(value) else "0"
+
+
+def shown(value: float, figures: int = 4) -> str:
+    """A number for people: a true minus, powers of ten where they are shorter.
+
+    >>> shown(-0.25), shown(1e-7), shown(1234567.0)
+    ('−0.25', '1e−7', '1.235e6')
+    """
+    if not math.isfinite(value):
+        return "not finite"
+    mantissa, _, power = f"{value:.{figures}g}".partition("e")
+    words = f"{mantissa}e{int(power)}" if power else mantissa
+    return words.replace("-", "−")
+
+
+def shown_within(value: float, error: float) -> str:
+    """A number with its error, where the error touches the four figures shown.
+
+    >>> shown_within(1.019, 6e-31), shown_within(1.019, 0.02)
+    ('1.019', '1.019 ± 0.02')
+    """
+    said = shown(value)
+    return said if error <= 1e-4 * abs(value) else f"{said} ± {shown(error, 1)}"
+
+
+def wide(values: Iterable[float]) -> bool:
+    """Whether positive values span more than a factor of 20, and want a logarithmic scale."""
+    finite = [v for v in values if math.isfinite(v)]
+    return bool(finite) and min(finite) > 0 and max(finite) > 20 * min(finite)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to coordinates, linear or logarithmic."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (self._position(v) for v in (self.low, self.high, value))
+        return self.start + (self.end - self.start) * (at - low) / (high - low)
+
+    def value(self, at: float) -> float:
+        """The way back."""
+        part = (at - self.start) / (self.end - self.start)
+        low, high = self._position(self.low), self._position(self.high)
+        there = low + part * (high - low)
+        return float(10**there) if self.log else there
+
+    def ticks(self) -> list[float]:
+        """Round values inside the range."""
+        return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
+
+    def _position(self, value: float) -> float:
+        return math.log10(max(value, 1e-300)) if self.log else value
+
+
+def scale_for(
+    values: Iterable[float], start: float, end: float, *, log: bool = False, margin: float = 0.05
+) -> Scale:
+    """A scale that holds all finite values, with a margin on both sides."""
+    finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if log:
+        low, high = (low, high) if high > low else (low / 2, high * 2)
+        room = (high / low) ** margin
+        return Scale(low / room, high * room, start, end, log=True)
+    if high == low:
+        low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
+    room = margin * (high - low)
+    return Scale(low - room, high + room, start, end)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    decades = last - first
+    leads = (1, 2, 5) if decades <= 2 else (1,)
+    step = max(1, -(-decades // 6))
+    found = [lead * 10.0**e for e in range(first, last + 1, step) for lead in leads]
+    return [value for value in found if low * 0.999 <= value <= high * 1.001]
+
+
+def marker(x: float, y: float, index: int, title: str = "", size: float = 4.5) -> str:
+    """The mark of the series with this number: shape and colour."""
+    r, a, b = size, 0.42 * size, 1.35 * size
+    cross = f"M{-a} {-b}H{a}V{-a}H{b}V{a}H{a}V{b}H{-a}V{a}H{-b}V{-a}H{-a}Z"
+    shapes = (
+        f"M{-r} 0A{r} {r} 0 1 0 {r} 0A{r} {r} 0 1 0 {-r} 0Z",
+        f"M{-r} {-r}H{r}V{r}H{-r}Z",
+        f"M0 {-1.25 * r}L{1.15 * r} {0.85 * r}H{-1.15 * r}Z",
+        f"M0 {-b}L{b} 0L0 {b}L{-b} 0Z",
+        f"M0 {1.25 * r}L{1.15 * r} {-0.85 * r}H{-1.15 * r}Z",
+        cross,
+        cross,
+    )
+    kind = index % STYLES
+    turned = " rotate(45)" if kind == 5 else ""
+    hover = [tag("title", text(title))] if title else []
+    place = f"translate({number(x)} {number(y)}){turned}"
+    return tag("path", *hover, d=shapes[kind], transform=place, class_="mark")
+
+
+def path(points: Iterable[tuple[float, float]]) -> str:
+    """The `d` of a line through points; it is broken where one is not finite."""
+    words, down = [], False
+    for x, y in points:
+        if not (math.isfinite(x) and math.isfinite(y)):
+            down = False
+            continue
+        words.append(f"{'L' if down else 'M'}{number(x, 1)} {number(y, 1)}")
+        down = True
+    return "".join(words)
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: points (x, y), its number (which decides its style), perhaps errors of y."""
+    """A line or a mark: points (x, y), its number (which decides its style), perhaps errors of y."""
 
     name: str
     index: int
@@ -36,21 +184,37 @@ def line_chart(
     *,
     log_x: bool = False,
     log_y: bool = False,
+    whole: bool = False,
 ) -> str:
-    """Lines with marks and error bars over common axes."""
+    """Lines with marks over common axes; error bars end at the frame, or fit it as a `whole`.
+
+    `log_y` takes a logarithmic scale where the values span more than a factor of 20.
+    """
     drawn = [s for s in series if not s.theory] or list(series)
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
-    x = scale_for(xs, LEFT, WIDTH - RIGHT, log=log_x, margin=0.03)
-    y = scale_for(ys, HEIGHT - BOTTOM, TOP, log=log_y)
+    if whole:
+        bars = [(y, e) for s in drawn for (_, y), e in zip(s.points, s.errors or (), strict=True)]
+        ys += [end for y, e in bars for end in (y - e, y + e)]
+    x = scale_for(xs, *ACROSS, log=log_x, margin=0.03)
+    y = scale_for(ys, *UPWARDS, log=log_y and wide(ys))
     lines = [_line(s, x, y) for s in series]
     return figure([axes(x, y, x_label, y_label), *lines], summary)
+
+
+def key(index: int) -> tuple[str, str]:
+    """A sample of the line with this number, and the class that colours it."""
+    line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=DASHES[index % STYLES])
+    mark = marker(19, 8, index)
+    return tag("svg", line, mark, viewBox="0 0 38 16", aria_hidden="true"), f"s{index % STYLES}"
 
 
 def _line(series: Series, x: Scale, y: Scale) -> str:
     inside = [(x(a), y(b)) if y.low <= b <= y.high else (x(a), math.nan) for a, b in series.points]
     kind = f"series s{series.index % STYLES}{' theory' if series.theory else ''}"
-    line = tag("path", d=path(inside), class_="line", stroke_dasharray=dash(series.index))
+    line = tag(
+        "path", d=path(inside), class_="line", stroke_dasharray=DASHES[series.index % STYLES]
+    )
     if series.theory:
         return tag("g", line, class_=kind, data_series=series.index)
     every = max(1, len(inside) // 8)
@@ -65,8 +229,9 @@ def _line(series: Series, x: Scale, y: Scale) -> str:
             ends = (max(b - error, y.low), min(b + error, y.high))
             marks.append(tag("path", d=_bar(px, y(ends[0]), y(ends[1])), class_="whisker"))
         spread = f" ± {shown(error, 2)}" if math.isfinite(error) else ""
-        title = f"{series.name}: {shown(b)}{spread} at {shown(a)}"
-        marks.append(marker(px, py, series.index, title=title))
+        marks.append(
+            marker(px, py, series.index, f"{series.name}: {shown(b)}{spread} at {shown(a)}")
+        )
     return tag("g", line, *marks, class_=kind, data_series=series.index)
 
 
@@ -79,8 +244,8 @@ class Interval:
     mean: float
     low: float
     high: float
+    words: str
     values: Sequence[float] = ()
-    words: str = ""
     hollow: bool = False
 
 
@@ -107,81 +272,17 @@ def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
         tag("text", text(row.name), x=14.0, y=words_y, class_="name"),
         tag("text", text(row.words), x=WIDTH - RIGHT, y=words_y, class_="words"),
     ]
-    title = f"{row.name}: {row.words}"
     parts += [tag("circle", cx=x(v), cy=y + 9, r=2.4, class_="seed") for v in row.values]
     if math.isfinite(row.low) and math.isfinite(row.high):
         low, high = x(row.low), x(row.high)
-        line = (
-            f"M{number(low)} {y}H{number(high)}M{number(low)} {y - 5}v10M{number(high)} {y - 5}v10"
+        line = f"M{number(low)} {y}H{number(high)}" + "".join(
+            f"M{number(end)} {y - 5}v10" for end in (low, high)
         )
         parts.append(tag("path", d=line, class_="whisker"))
     if math.isfinite(row.mean):
-        hollow = "hollow" if row.hollow else None
-        mark = marker(x(row.mean), y, row.index, size=5.5, title=title)
-        parts.append(tag("g", mark, class_=hollow))
+        mark = marker(x(row.mean), y, row.index, f"{row.name}: {row.words}", size=5.5)
+        parts.append(tag("g", mark, class_="hollow" if row.hollow else None))
     return tag("g", *parts, class_=f"series s{row.index % STYLES}", data_series=row.index)
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A point of a scatter chart with its interval in y."""
-
-    name: str
-    index: int
-    x: float
-    y: float
-    low: float
-    high: float
-
-
-def scatter_chart(spots: Sequence[Spot], x_label: str, y_label: str, summary: str) -> str:
-    """Points with intervals; names are put where they cover nothing, or left out."""
-    finite = [s for s in spots if math.isfinite(s.x) and math.isfinite(s.y)]
-    ys = [v for s in finite for v in (s.y, s.low, s.high)]
-    x = scale_for([s.x for s in finite] + [0.9], LEFT, WIDTH - RIGHT, margin=0.14)
-    y = scale_for(ys, HEIGHT - BOTTOM, TOP)
-    taken = [(x(s.x) - 9, y(s.y) - 9, x(s.x) + 9, y(s.y) + 9) for s in finite]
-    taken += [(x(s.x) - 5, y(s.high), x(s.x) + 5, y(s.low)) for s in finite if math.isfinite(s.low)]
-    parts = [axes(x, y, x_label, y_label)]
-    for spot in finite:
-        px, py = x(spot.x), y(spot.y)
-        inner = []
-        if math.isfinite(spot.low) and math.isfinite(spot.high):
-            inner.append(tag("path", d=_bar(px, y(spot.low), y(spot.high)), class_="whisker"))
-        title = f"{spot.name}: {shown(spot.y)} at {shown(spot.x, 3)}"
-        inner.append(marker(px, py, spot.index, size=5.5, title=title))
-        if at := _free_place(spot.name, px, py, taken):
-            place = {"x": at[0], "y": at[1], "text_anchor": at[2]}
-            inner.append(tag("text", text(spot.name), **place, class_="name"))
-        kind = f"series s{spot.index % STYLES}"
-        parts.append(tag("g", *inner, class_=kind, data_series=spot.index))
-    return figure(parts, summary)
-
-
-def _free_place(
-    name: str, x: float, y: float, taken: list[tuple[float, float, float, float]]
-) -> tuple[float, float, str] | None:
-    """Where a name overlaps no other name or mark; beside the mark if there is room.
-
-    Judged by the letters of a phone's page, which are the largest. None: nowhere.
-    """
-    width = 15 * WIDE * len(name)
-    for rise, (side, anchor) in product(
-        (0, -16, 16, -32, 32, -48, 48), ((11.0, "start"), (-11.0, "end"))
-    ):
-        left = x + side if anchor == "start" else x + side - width
-        box = (left, y + rise - 9, left + width, y + rise + 7)
-        inside = (
-            box[0] >= LEFT and box[2] <= WIDTH - 2 and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
-        )
-        if inside and not any(_overlap(box, other) for other in taken):
-            taken.append(box)
-            return x + side, y + rise + 4.5, anchor
-    return None
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def area_chart(
@@ -194,40 +295,24 @@ def area_chart(
     summary: str,
 ) -> str:
     """A filled curve with one marked place, on scales that several charts share."""
-    line = [(x(a), y(max(b, y.low))) for a, b in points]
-    floor = y(y.low)
-    closed = (
-        f"{path(line)}L{number(line[-1][0])} {number(floor)}L{number(line[0][0])} {number(floor)}Z"
+    line = path((x(a), y(max(b, y.low))) for a, b in points)
+    at, words = x(mark[0]), mark[1]
+    side, anchor = (-7, "end") if at > (LEFT + WIDTH) / 2 else (7, "start")
+    drawn = (
+        tag("path", d=f"{line}V{y.start}H{number(x(points[0][0]))}Z", class_="area"),
+        tag("path", d=line, class_="line thin"),
+        tag("line", x1=at, x2=at, y1=TOP, y2=y.start, class_="place"),
+        tag("path", d=f"M{number(at)} {TOP + 12}l-5 -9h10Z", class_="mark"),
+        tag("text", text(words), x=at + side, y=TOP + 12, text_anchor=anchor, class_="name"),
     )
-    at, words = mark
-    anchor = "end" if x(at) > (LEFT + WIDTH) / 2 else "start"
-    beside = x(at) + (-7 if anchor == "end" else 7)
-    parts = [
-        axes(x, y, *labels),
-        tag(
-            "g",
-            tag("path", d=closed, class_="area"),
-            tag("path", d=path(line), class_="line thin"),
-            tag("line", x1=x(at), x2=x(at), y1=TOP, y2=floor, class_="place"),
-            tag("path", d=f"M{number(x(at))} {TOP + 12}l-5 -9h10Z", class_="mark"),
-            tag("text", text(words), x=beside, y=TOP + 12, text_anchor=anchor, class_="name"),
-            class_=f"series s{index % STYLES}",
-            data_series=index,
-        ),
-    ]
-    return figure(parts, summary)
+    group = tag("g", *drawn, class_=f"series s{index % STYLES}", data_series=index)
+    return figure([axes(x, y, *labels), group], summary)
 
 
 def figure(parts: Sequence[str], summary: str, *, height: float = HEIGHT) -> str:
     """The chart, with words for those who do not see it."""
-    return tag(
-        "svg",
-        *parts,
-        viewBox=f"0 0 {number(WIDTH)} {number(height)}",
-        role="img",
-        aria_label=summary,
-        class_="chart",
-    )
+    box = f"0 0 {number(WIDTH)} {number(height)}"
+    return tag("svg", *parts, viewBox=box, role="img", aria_label=summary, class_="chart")
 
 
 def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
@@ -237,11 +322,8 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
         at = y(value)
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
         parts.append(tag("text", text(shown(value)), x=LEFT - 7, y=at + 4, class_="tick y"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        tag("text", text(y_label), transform=f"translate(13 {middle}) rotate(-90)", class_="label")
-    )
-    return "".join(parts)
+    turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"
+    return "".join(parts) + tag("text", text(y_label), transform=turned, class_="label")
 
 
 def _x_axis(x: Scale, bottom: float, top: float, label: str, height: float) -> str:
@@ -251,8 +333,7 @@ def _x_axis(x: Scale, bottom: float, top: float, label: str, height: float) -> s
         parts.append(tag("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
         parts.append(tag("text", text(shown(value)), x=at, y=bottom + 17, class_="tick x"))
     middle = (x.start + x.end) / 2
-    parts.append(tag("text", text(label), x=middle, y=height - 9, class_="label"))
-    return "".join(parts)
+    return "".join(parts) + tag("text", text(label), x=middle, y=height - 9, class_="label")
 
 
 def _bar(x: float, low: float, high: float) -> str:

@@ -81,7 +81,7 @@ class Figures:
     def run(self) -> None:
         from steppe.report.canvas import save_figure
         from steppe.report.paper import PaperFigure
-        from steppe.report.pictures import analysis_figure
+        from steppe.report.pictures import analysis_figure, named_runs
 
         try:
             if self.figure in get_args(Kind):
@@ -90,7 +90,12 @@ class Figures:
                         f"--recipe and --methods belong to figures 1 to 5: name the runs, "
                         f"steppe figure {self.figure} RUN."
                     )
-                drawn = {"": analysis_figure(self.figure, self.runs, self.store)}
+                if not self.runs:
+                    raise LabError(
+                        f"say which runs: steppe figure {self.figure} RUN; `steppe runs` lists them."
+                    )
+                runs = named_runs(self.runs, self.store)
+                drawn = {"": analysis_figure(self.figure, runs, self.store)}
             else:
                 paper = PaperFigure(self.figure, self.runs, self.recipe, self.methods, self.store)
                 drawn = paper.draw()

@@ -1,8 +1,7 @@
 """Static figures of analysis results, in matplotlib.
 
 Each function takes results by name (`{"SGD": result, ...}`; a bare result is a dict of one) and
-gives a `Figure`; `save_figure` writes it as PNG and SVG. Colours are Okabe and Ito's and viridis,
-which people without full colour vision can tell apart; lines differ in dash as well.
+gives a `Figure`; `save_figure` writes it as PNG and SVG.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from steppe import theory
-from steppe.analysis import Landscape, Line, RadiusCurve, Robustness, Spectrum
+from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
 from steppe.report.canvas import (
     COLOURS,
     SURFACE,
+    error_bars,
     line_style,
     named,
     panels,
@@ -101,17 +101,13 @@ def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float 
     figure, axes = panels(len(by_name), width=7.0, height=2.0, columns=1, share=True)
     peak = max(float(result.density.max()) for result in by_name.values())
     for i, (axis, (name, result)) in enumerate(zip(axes, by_name.items(), strict=True)):
-        axis.fill_between(
-            result.grid, floor * peak, result.density, color=COLOURS[i % len(COLOURS)], alpha=0.35
-        )
-        axis.plot(result.grid, result.density, color=COLOURS[i % len(COLOURS)], linewidth=1)
+        colour = COLOURS[i % len(COLOURS)]
+        axis.fill_between(result.grid, floor * peak, result.density, color=colour, alpha=0.35)
+        axis.plot(result.grid, result.density, color=colour, linewidth=1)
         axis.axvline(result.largest, color="black", linewidth=0.8, linestyle=":")
-        axis.annotate(
-            rf"$\lambda_{{\max}}$ = {result.largest:.3g} ",
-            (result.largest, 0.82),
-            xycoords=("data", "axes fraction"),
-            ha="right",
-        )
+        words = rf"$\lambda_{{\max}}$ = {result.largest:.3g} "
+        coordinates = ("data", "axes fraction")
+        axis.annotate(words, (result.largest, 0.82), xycoords=coordinates, ha="right")
         axis.set_yscale("log")
         axis.set_ylim(floor * peak, 3 * peak)
         trace = f"trace {result.trace:.3g} ± {result.trace_error:.1g}"
@@ -132,40 +128,18 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve], *, rise: flo
     for axis, (name, result) in zip(axes, by_name.items(), strict=True):
         top = float(result.loss[torch.isfinite(result.loss)].max())
         for i, kind in enumerate(result.kinds):
-            errors = torch.nan_to_num(result.error[i], nan=0.0)
-            axis.errorbar(
-                result.radii,
-                result.loss[i],
-                yerr=errors,
-                **line_style(i),
-                marker="osd"[i % 3],
-                markersize=4,
-                capsize=2,
-                label=labels[kind],
-            )
+            errors = result.error[i].nan_to_num(0.0)
+            error_bars(axis, i, result.radii, result.loss[i], errors, labels[kind])
             # Far out second order says nothing; cut it where it leaves the picture.
-            theory_line = result.theory[i].where(result.theory[i] <= 1.2 * top, math.nan)
-            if torch.isfinite(theory_line).any():
-                axis.plot(
-                    result.radii,
-                    theory_line,
-                    color=COLOURS[i % len(COLOURS)],
-                    linewidth=3,
-                    alpha=0.3,
-                )
+            second = result.theory[i].where(result.theory[i] <= 1.2 * top, math.nan)
+            axis.plot(result.radii, second, color=COLOURS[i], linewidth=3, alpha=0.3)
         axis.axhline(result.base, color="grey", linewidth=0.8)
         level, reached = result.base + rise, result.radii_at(rise)
         reached = reached[reached.isfinite()]
         if len(reached):
             axis.axhline(level, color="black", linewidth=0.8, linestyle=":")
-            axis.plot(
-                reached,
-                torch.full_like(reached, level),
-                "k*",
-                markersize=9,
-                zorder=3,
-                label=f"loss rise {rise:g}",
-            )
+            stars = {"markersize": 9, "zorder": 3, "label": f"loss rise {rise:g}"}
+            axis.plot(reached, torch.full_like(reached, level), "k*", **stars)
         axis.set_xscale("log")
         if float(result.loss.nan_to_num(math.inf).min()) > 0 and top > 20 * result.base:
             axis.set_yscale("log")
@@ -185,11 +159,11 @@ def robustness_figure(results: Results) -> Figure:
     their mean with its 95 % interval; the bars of a single one are the spread over draws of noise.
     """
     accuracy = has_accuracy(results)
-    lines = [
-        (_line_name(name, statistics, group), number, i, curves)
-        for number, (name, group) in enumerate(grouped(results).items())
-        for i, (statistics, curves) in enumerate(survival_curves(group, accuracy).items())
-    ]
+    lines = []
+    for number, (name, group) in enumerate(grouped(results).items()):
+        for i, (statistics, curves) in enumerate(survival_curves(group, accuracy).items()):
+            words = [name, statistics if len(group[0].statistics) > 1 else ""]
+            lines.append((", ".join(filter(None, words)), number, i, curves))
     shown = list(dict.fromkeys(panel for *_, curves in lines for panel in curves))
     if not shown:
         raise ValueError("There is nothing to draw: no change was measured at two sizes.")
@@ -198,9 +172,7 @@ def robustness_figure(results: Results) -> Figure:
         for name, number, i, curves in lines:
             if panel in curves:
                 x, y, bars = zip(*curves[panel], strict=True)
-                style = {"color": COLOURS[number % len(COLOURS)], "linestyle": ":" if i else "-"}
-                axis.errorbar(x, y, yerr=bars, **style, marker="osd"[number % 3], markersize=4,
-                              capsize=2, label=name or None)  # fmt: skip
+                error_bars(axis, number, x, y, bars, name, linestyle=":" if i else "-")
         axis.set_title(panel, fontsize="medium")
         if panel.startswith(BACKWARDS):
             axis.invert_xaxis()
@@ -208,11 +180,6 @@ def robustness_figure(results: Results) -> Figure:
     if any(name for name, *_ in lines):
         shared_legend(figure, axes)
     return figure
-
-
-def _line_name(name: str, statistics: str, group: Sequence[Robustness]) -> str:
-    several = len(group[0].statistics) > 1
-    return ", ".join(filter(None, [name, statistics if several else ""]))
 
 
 def tradeoff_figure(
@@ -225,9 +192,8 @@ def tradeoff_figure(
 ) -> Figure:
     """Smoothness of the mixed loss against the noise floor, over sigma and lam.
 
-    Left: one curve a lam, sigma running from `alpha / 4 beta` to `8 alpha / beta`; a curve below
-    and to the left of `lam = 1` (RWP) is the better trade. Right: the smoothness over sigma and
-    lam, with lines of equal noise floor.
+    Left: one curve a lam; below and to the left of `lam = 1` (RWP) is the better trade. Right: the
+    smoothness over sigma and lam, with lines of equal noise floor.
     """
     figure, (left, right) = panels(2, width=5.0)
     sigmas = [alpha / beta * 4 ** (-1 + 2.5 * i / (points - 1)) for i in range(points)]

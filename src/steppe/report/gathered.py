@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from steppe.analysis import Result
 from steppe.lab.comparison import Comparison, Row
 from steppe.lab.runs import DEFAULT_STORE, Run
 from steppe.report.analyses import Stored, load
@@ -48,40 +48,43 @@ class Gathered:
         comparison = replace(self.comparison, rows=tuple(rows))
         return replace(self, comparison=comparison), key
 
-    def stored(self, name: str) -> dict[int, Stored]:
-        """An analysis by the number of its row: of each row the first run that has it."""
-        found: dict[int, Stored] = {}
+    def stored(self, name: str) -> dict[int, dict[int, Stored]]:
+        """An analysis by the number of its row and by seed."""
+        found: dict[int, dict[int, Stored]] = {}
         for index, row in enumerate(self.rows):
             for result in row.finished:
                 analysis = load(Run(result.folder), name) if result.folder else None
                 if analysis is not None:
-                    found[index] = analysis
-                    break
+                    found.setdefault(index, {})[result.config.seed] = analysis
         return found
 
-    def every(self, name: str) -> dict[int, dict[int, Result]]:
-        """An analysis by the number of its row and by seed, of the seeds that all these rows have."""
-        found: dict[int, dict[int, Result]] = {}
-        for index, row in enumerate(self.rows):
-            for result in row.finished:
-                analysis = load(Run(result.folder), name) if result.folder else None
-                if analysis is not None:
-                    found.setdefault(index, {})[result.config.seed] = analysis.result
+    def every(self, name: str) -> dict[int, list[Any]]:
+        """The results of an analysis by row: of the seeds that all rows with results have."""
+        found = self.stored(name)
         common = set.intersection(*map(set, found.values())) if found else set()
         return {
-            index: {seed: result for seed, result in results.items() if seed in common}
-            for index, results in found.items()
+            index: [stored.result for seed, stored in by_seed.items() if seed in common]
+            for index, by_seed in found.items()
         }
 
     @cached_property
     def analyses(self) -> dict[str, dict[int, Stored]]:
-        """All stored analyses by name and row."""
-        names = ("landscape", "spectrum", "radius", "robustness")
+        """All stored analyses by name and row, one of each row."""
         cases = ("worst", "average", "worst-adaptive", "average-adaptive")
-        found = {name: self.stored(name) for name in (*names, *(f"sharpness-{c}" for c in cases))}
+        names = (
+            "landscape",
+            "spectrum",
+            "radius",
+            "robustness",
+            *(f"sharpness-{c}" for c in cases),
+        )
+        found = {
+            name: {row: next(iter(by_seed.values())) for row, by_seed in self.stored(name).items()}
+            for name in names
+        }
         return {name: rows for name, rows in found.items() if rows}
 
-    def results(self, name: str) -> dict[int, Result]:
+    def results(self, name: str) -> dict[int, Any]:
         """The results of an analysis by row."""
         return {row: stored.result for row, stored in self.analyses.get(name, {}).items()}
 

@@ -6,10 +6,9 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from steppe.analysis import Landscape
-from steppe.report.svg import Scale, number, path, shown, tag, text
+from steppe.report.charts import Scale, number, path, shown, tag, text, wide
 
 # Viridis at sixteen even places: even steps look even, with and without full colour vision.
 PALETTE = (
@@ -20,80 +19,41 @@ LEVELS = 9
 SIZE, MARGIN = 300.0, 44.0
 
 
-@dataclass(frozen=True)
-class Heights:
-    """From a loss to its place between 0 and 1, on the scale that all landscapes share.
+def heights_of(surfaces: Sequence[Landscape]) -> Scale:
+    """From a loss to its height between 0 and 1, on the scale that all landscapes share.
 
     Logarithmic where the losses span more than a factor of 20.
     """
-
-    low: float
-    high: float
-    log: bool
-
-    def __call__(self, loss: float) -> float | None:
-        """None where the loss is not finite."""
-        if not math.isfinite(loss):
-            return None
-        return Scale(self.low, self.high, 0.0, 1.0, log=self.log)(loss)
-
-    def loss(self, height: float) -> float:
-        """The way back."""
-        if self.log:
-            return float(self.low * (self.high / self.low) ** height)
-        return self.low + (self.high - self.low) * height
-
-
-def heights_of(surfaces: Sequence[Landscape]) -> Heights:
-    """The common scale of several landscapes."""
     finite = [float(v) for s in surfaces for v in s.loss[s.loss.isfinite()]]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    log = low > 0 and high > 20 * low
-    return Heights(low, high if high > low else low + 1e-12, log)
+    return Scale(low, high if high > low else low + 1e-12, 0.0, 1.0, log=wide(finite))
 
 
-def colour(height: float) -> tuple[int, int, int]:
-    """The colour of a height between 0 and 1."""
-    place = min(max(height, 0.0), 1.0) * (len(PALETTE) - 1)
-    i = min(int(place), len(PALETTE) - 2)
-    first, second = (bytes.fromhex(PALETTE[k]) for k in (i, i + 1))
-    mixed = [round(a + (b - a) * (place - i)) for a, b in zip(first, second, strict=True)]
-    return mixed[0], mixed[1], mixed[2]
+def grid_of(surface: Landscape, heights: Scale) -> list[list[float | None]]:
+    """Heights row by row, rounded, None where a loss is not finite: what the 3-D view draws."""
+    return [
+        [round(heights(loss), 4) if math.isfinite(loss) else None for loss in row]
+        for row in surface.loss.tolist()
+    ]
 
 
-def grid_of(surface: Landscape, heights: Heights) -> list[list[float | None]]:
-    """Heights row by row, rounded: what the 3-D view draws."""
-    rows = surface.loss.tolist()
-    placed = [[heights(loss) for loss in row] for row in rows]
-    return [[None if h is None else round(h, 4) for h in row] for row in placed]
-
-
-def landscape_map(name: str, surface: Landscape, heights: Heights) -> str:
+def landscape_map(name: str, surface: Landscape, heights: Scale) -> str:
     """A map: colour and contour lines of equal loss, a cross at the trained weights."""
     grid = grid_of(surface, heights)[::-1]  # a grows upwards
     far = float(surface.a[-1])
     n = len(grid)
     place = Scale(0, n - 1, MARGIN + SIZE / n / 2, MARGIN + SIZE - SIZE / n / 2)
     lines = []
-    for level in range(1, LEVELS + 1):
-        d = contour(grid, level / (LEVELS + 1), place)
-        if d:
-            title = tag("title", text(f"loss {shown(heights.loss(level / (LEVELS + 1)), 3)}"))
+    for height in (level / (LEVELS + 1) for level in range(1, LEVELS + 1)):
+        if d := contour(grid, height, place):
+            title = tag("title", text(f"loss {shown(heights.value(height), 3)}"))
             lines.append(tag("path", title, d=d, class_="contour"))
     centre = MARGIN + SIZE / 2
     cross = f"M{centre - 7} {centre}h14M{centre} {centre - 7}v14"
+    square = {"x": MARGIN, "y": MARGIN, "width": SIZE, "height": SIZE}
     parts = [
-        tag("rect", x=MARGIN, y=MARGIN, width=SIZE, height=SIZE, class_="holes"),
-        tag(
-            "image",
-            href=_png(grid),
-            x=MARGIN,
-            y=MARGIN,
-            width=SIZE,
-            height=SIZE,
-            preserveAspectRatio="none",
-            class_="cells",
-        ),
+        tag("rect", **square, class_="holes"),
+        tag("image", href=_png(grid), **square, preserveAspectRatio="none", class_="cells"),
         *lines,
         tag("path", d=cross, class_="centre outer"),
         tag("path", d=cross, class_="centre"),
@@ -131,7 +91,7 @@ def contour(grid: list[list[float | None]], level: float, place: Scale) -> str:
     return "".join(path((place(x), place(y)) for x, y in np.asarray(line)) for line in lines)
 
 
-def scale_bar(heights: Heights) -> str:
+def scale_bar(heights: Scale) -> str:
     """The common colour scale with its losses."""
     stops = "".join(
         tag("stop", offset=f"{100 * i / (len(PALETTE) - 1):.1f}%", stop_color=f"#{value}")
@@ -154,10 +114,14 @@ def scale_bar(heights: Heights) -> str:
 
 def _png(grid: list[list[float | None]]) -> str:
     """The heights as a tiny picture, one pixel a point, transparent where there is none."""
+    import numpy as np
     from PIL import Image
 
-    image = Image.new("RGBA", (len(grid[0]), len(grid)))
-    image.putdata([(0, 0, 0, 0) if h is None else (*colour(h), 255) for row in grid for h in row])
+    heights = np.array(grid, dtype=float)
+    palette = np.array([list(bytes.fromhex(value)) for value in PALETTE]).T
+    places = np.linspace(0, 1, len(PALETTE))
+    parts = [np.interp(np.nan_to_num(heights), places, channel) for channel in palette]
+    pixels = np.stack([*parts, 255.0 * np.isfinite(heights)], axis=-1).round().astype(np.uint8)
     stream = io.BytesIO()
-    image.save(stream, "PNG", optimize=True)
+    Image.fromarray(pixels).save(stream, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()

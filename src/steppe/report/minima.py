@@ -1,36 +1,31 @@
-"""The sections of the page about the minima: landscapes, spectra, radius curves, sharpness."""
+"""The sections of the page about analyses: robustness, landscapes, spectra, radius, sharpness."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from steppe.analysis import Landscape, RadiusCurve, Result, Sharpness, Spectrum
-from steppe.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Series,
-    area_chart,
-    line_chart,
-)
+from steppe.analysis import RadiusCurve, Result, Robustness
+from steppe.lab.statistics import mean_std
+from steppe.lab.survival import survival_table
+from steppe.report import charts
+from steppe.report.charts import Series, line_chart, shown, shown_within, tag, text
 from steppe.report.gathered import Gathered
 from steppe.report.maps import PALETTE, grid_of, heights_of, landscape_map, scale_bar
 from steppe.report.sections import (
     Absent,
     Section,
+    advice,
     captioned,
     columns,
     html_table,
     legend,
-    value_range,
+    note,
 )
-from steppe.report.svg import Scale, scale_for, shown, shown_within, tag, text
+from steppe.report.survival import BACKWARDS, has_accuracy, measured_alike, survival_curves
 
+Groups = Mapping[int, Sequence[Robustness]]
 KINDS = {
     "random": "random directions",
     "sam": "adversarial, one step",
@@ -38,9 +33,85 @@ KINDS = {
 }
 
 
+def robustness_section(gathered: Gathered) -> Section | Absent:
+    """The comparison's table after compression, and a chart for each change that was analysed."""
+    body, command = _compressed(gathered), gathered.command("steppe analyze robustness")
+    groups = gathered.every("robustness")
+    if groups:
+        body += _charts(gathered, groups)
+    elif body:
+        body += advice("Other sizes of these changes, noise and worse inputs: ", command)
+    if not body:
+        return Absent("Robustness", command)
+    return Section("robustness", "Robustness", body)
+
+
+def _compressed(gathered: Gathered) -> str:
+    table = survival_table(gathered.comparison)
+    if table is None:
+        return ""
+    whole = html_table(table.header, table.rows, first="method after compression")
+    return whole + note(f"{table.title}.", *table.notes)
+
+
+def _charts(gathered: Gathered, groups: Groups) -> str:
+    every = [one for group in groups.values() for one in group]
+    if len({measured_alike(one) for one in every}) != 1:
+        words = (
+            "The stored analyses of robustness were not measured alike (other seeds, samples or "
+            "settings), so they are not drawn together. Analyse again: "
+        )
+        return advice(words, gathered.command("steppe analyze robustness --again"))
+    accuracy = has_accuracy(every)
+    label = "accuracy %" if accuracy else "loss"
+    curves = {index: survival_curves(group, accuracy) for index, group in groups.items()}
+    drawn = []
+    for statistics in every[0].statistics:
+        for panel in next(iter(curves.values()))[statistics]:
+            series = []
+            for index, its in curves.items():
+                x, y, halves = zip(*its[statistics][panel], strict=True)
+                points = list(zip(x, y, strict=True))
+                series.append(Series(gathered.rows[index].label, index, points, halves))
+            way = f", BatchNorm {statistics}" if len(every[0].statistics) > 1 else ""
+            drawn.append(_chart(series, panel, way, label))
+    about = "One run a method; bars are the standard deviation over draws of noise."
+    if (runs := len(next(iter(groups.values())))) > 1:
+        about = f"Mean over {runs} runs a method, of the same seeds, with its 95 % interval."
+    # Methods must share the samples of a seed, seeds may differ.
+    said = [origin_words(same_seed) for same_seed in zip(*groups.values(), strict=True)]
+    origin = next((words for words in said if words.startswith("Not")), said[0])
+    notes = filter(None, [_borne(gathered, groups), about, origin])
+    return legend(gathered, groups) + columns(drawn) + note(*notes)
+
+
+def _chart(series: Sequence[Series], panel: str, way: str, label: str) -> str:
+    worst = 0 if panel.startswith(BACKWARDS) else -1
+    ends = "; ".join(f"{s.name} {shown(s.points[worst][1], 3)}" for s in series)
+    at = shown(series[0].points[worst][0])
+    caption = f"{panel[0].upper()}{panel[1:]}{way}."
+    summary = f"{label} against {panel}{way}. At {at}: {ends}"
+    return captioned(line_chart(series, panel, label, summary), caption)
+
+
+def _borne(gathered: Gathered, groups: Groups) -> str:
+    """`Largest weight noise borne at a loss of 1 point …: SGD 0.05; RWP 0.2.`"""
+    every = [one for group in groups.values() for one in group]
+    if any(one.draws < 2 or bool(one.accuracy.isnan().all()) for one in every):
+        return ""
+    parts = [
+        f"{gathered.rows[index].label} {shown(mean_std([r.noise_borne() for r in group])[0], 2)}"
+        for index, group in groups.items()
+    ]
+    return (
+        "Largest ratio of weight noise at which the mean accuracy falls by at most one point, with "
+        f"95 % confidence over draws (mean over runs): {'; '.join(parts)}."
+    )
+
+
 def landscape_section(gathered: Gathered) -> Section | Absent:
     """A surface to turn and a map for each method, all on one scale."""
-    surfaces = _of(gathered, "landscape", Landscape)
+    surfaces = gathered.results("landscape")
     if not surfaces:
         return Absent("Landscapes", gathered.command("steppe analyze landscape"))
     heights = heights_of(list(surfaces.values()))
@@ -56,31 +127,29 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
                      width=480, height=380)  # fmt: skip
         views.append(captioned(canvas, words + holes + "."))
         maps.append(captioned(landscape_map(name, surface, heights), name))
-    buttons = (("left", "←"), ("right", "→"), ("up", "↑"), ("down", "↓"), ("in", "+"), ("out", "−"))
-    names = {"in": "Zoom in", "out": "Zoom out"}
+    buttons = zip("←→↑↓+−", ("left", "right", "up", "down", "in", "out"), strict=True)
     controls = "".join(
         tag("button", text(sign), type="button", data_turn=way,
-            aria_label=names.get(way, f"Turn {way}"))
-        for way, sign in buttons
+            aria_label=f"{'Zoom' if sign in '+−' else 'Turn'} {way}")
+        for sign, way in buttons
     )  # fmt: skip
     reset = tag("button", "Reset", type="button", data_turn="reset")
+    kind = "logarithmic " if heights.log else ""
     hint = "Drag a surface, or focus it and use the arrow keys, + and −; all turn together."
     body = (
-        tag("div", tag("div", controls, reset, class_="controls"), tag("p", text(hint), class_="note"),
-            class_="turning")
+        tag("div", tag("div", controls, reset, class_="controls"), note(hint), class_="turning")
         + tag("div", *views, class_="grid views")
-        + tag("p", text("Height and colour are the loss, on one "
-              f"{'logarithmic ' if heights.log else ''}scale for all:"), class_="note")
+        + note(f"Height and colour are the loss, on one {kind}scale for all:")
         + scale_bar(heights)
         + tag("div", *maps, class_="grid maps")
-        + tag("p", text(origin_words(surfaces.values())), class_="note")
-    )  # fmt: skip
+        + note(origin_words(surfaces.values()))
+    )
     return Section("landscapes", "Landscapes", body)
 
 
 def surface_data(gathered: Gathered) -> dict[str, Any]:
     """What the 3-D view needs, for JSON."""
-    surfaces = _of(gathered, "landscape", Landscape)
+    surfaces = gathered.results("landscape")
     if not surfaces:
         return {}
     heights = heights_of(list(surfaces.values()))
@@ -100,59 +169,55 @@ def surface_data(gathered: Gathered) -> dict[str, Any]:
 
 def spectrum_section(gathered: Gathered) -> Section | Absent:
     """The density of the Hessian's eigenvalues of each method, on common axes."""
-    spectra = _of(gathered, "spectrum", Spectrum)
+    spectra = gathered.results("spectrum")
     if not spectra:
         return Absent("Spectra", gathered.command("steppe analyze spectrum"))
     peak = max(float(s.density.max()) for s in spectra.values())
     grids = [float(end) for s in spectra.values() for end in (s.grid[0], s.grid[-1])]
-    x = scale_for(grids, LEFT, WIDTH - RIGHT, margin=0.02)
-    y = Scale(1e-7 * peak, 4 * peak, HEIGHT - BOTTOM, TOP, log=True)
-    charts, rows = [], []
+    x = charts.scale_for(grids, *charts.ACROSS, margin=0.02)
+    y = charts.Scale(1e-7 * peak, 4 * peak, *charts.UPWARDS, log=True)
+    drawn, rows = [], []
     for index, s in spectra.items():
         name = gathered.rows[index].label
-        largest = f"λmax = {shown(s.largest, 3)}"
         said = shown_within(s.largest, s.largest_residual)
         trace = f"{shown(s.trace)} ± {shown(s.trace_error, 2)}"
-        points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))
+        points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))[::2]
+        mark = (s.largest, f"λmax = {shown(s.largest, 3)}")
         labels = ("eigenvalue of the Hessian", "density")
         summary = f"Spectrum of {name}: largest eigenvalue {said}, trace {trace}."
-        chart = area_chart(points[::2], index, x, y, (s.largest, largest), labels, summary)
-        charts.append(captioned(chart, f"{name}: trace {trace}"))
-        negative = shown(s.smallest)
+        chart = charts.area_chart(points, index, x, y, mark, labels, summary)
+        drawn.append(captioned(chart, f"{name}: trace {trace}"))
         probes = f"{s.steps} × {s.probes}"
-        rows.append((name, said, negative, trace, probes, str(s.origin["bn"])))
+        rows.append((name, said, shown(s.smallest), trace, probes, str(s.origin["bn"])))
     header = ("method", "largest eigenvalue", "smallest", "trace ± error", "products", "BatchNorm")
     about = (
         "All on common axes: the narrower, the flatter. The density is smoothed and logarithmic. "
         + origin_words(spectra.values())
     )
-    body = columns(charts) + html_table(header, rows) + tag("p", text(about), class_="note")
+    body = columns(drawn) + html_table(header, rows) + note(about)
     return Section("spectra", "Spectra of the Hessian", body)
 
 
 def radius_section(gathered: Gathered) -> Section | Absent:
     """The loss against the perturbation's radius: one chart a kind, one line a method."""
-    curves = _of(gathered, "radius", RadiusCurve)
+    curves = gathered.results("radius")
     if not curves:
         return Absent("Radius curves", gathered.command("steppe analyze radius"))
-    charts = []
+    drawn = []
     for kind, words in KINDS.items():
         series = [line for i, c in curves.items() for line in _curve(c, kind, i, gathered)]
-        drawn = [s for s in series if not s.theory]
-        if drawn:
-            said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in drawn)
+        lines = [s for s in series if not s.theory]
+        if lines:
+            said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in lines)
             summary = f"Loss against radius, {words}. At the largest radius: {said}"
-            low, high = value_range(drawn)
-            log = low > 0 and high > 20 * low
-            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=log)
-            charts.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
+            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=True)
+            drawn.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
     first = next(iter(curves.values()))
     about = (
         f"Bars: standard errors, over {first.directions} pairs of directions or over batches of "
         f"{first.batch}. Pale lines: second-order theory. {origin_words(curves.values())}"
     )
-    named = [Series(gathered.rows[i].label, i, ()) for i in curves]
-    body = legend(named) + columns(charts) + tag("p", text(about), class_="note")
+    body = legend(gathered, curves) + columns(drawn) + note(about)
     return Section("radius", "Loss against radius", body)
 
 
@@ -169,11 +234,8 @@ def _curve(curve: RadiusCurve, kind: str, index: int, gathered: Gathered) -> lis
 
 def sharpness_section(gathered: Gathered) -> Section | Absent:
     """m-sharpness as a table."""
-    found = {
-        name: _of(gathered, name, Sharpness)
-        for name in gathered.analyses
-        if name.startswith("sharpness")
-    }
+    names = [name for name in gathered.analyses if name.startswith("sharpness")]
+    found = {name: gathered.results(name) for name in names}
     if not found:
         return Absent("Sharpness", gathered.command("steppe analyze sharpness"))
     header, cells = ["method"], {index: [row.label] for index, row in enumerate(gathered.rows)}
@@ -185,14 +247,8 @@ def sharpness_section(gathered: Gathered) -> Section | Absent:
             one = values.get(index)
             row.append("–" if one is None else f"{shown(one.value)} ± {shown(one.error, 2)}")
     every = [one for values in found.values() for one in values.values()]
-    body = html_table(header, list(cells.values())) + tag(
-        "p", text(origin_words(every)), class_="note"
-    )
+    body = html_table(header, list(cells.values())) + note(origin_words(every))
     return Section("sharpness", "Sharpness", body)
-
-
-def _of(gathered: Gathered, name: str, kind: type[Any]) -> dict[int, Any]:
-    return {row: r for row, r in gathered.results(name).items() if isinstance(r, kind)}
 
 
 def origin_words(results: Iterable[Result]) -> str:

@@ -3,80 +3,47 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import steppe
 from steppe.lab.naming import shown_name
+from steppe.report import minima, sections
+from steppe.report.charts import tag, text
 from steppe.report.gathered import Gathered
-from steppe.report.minima import (
-    landscape_section,
-    radius_section,
-    sharpness_section,
-    spectrum_section,
-    surface_data,
-)
-from steppe.report.provenance import provenance_section
-from steppe.report.robustness import robustness_section
-from steppe.report.sections import (
-    Absent,
-    Part,
-    Section,
-    accuracy_section,
-    convergence_section,
-    cost_section,
-    result_section,
-)
+from steppe.report.sections import Absent, Part, Section
 from steppe.report.summary import summary
-from steppe.report.svg import tag, text
 
 # Nothing may be fetched: what the page needs is in the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-PARTS: tuple[Part, ...] = (
-    result_section,
-    accuracy_section,
-    convergence_section,
-    cost_section,
-    robustness_section,
-    landscape_section,
-    spectrum_section,
-    radius_section,
-    sharpness_section,
-    provenance_section,
-)
+HIDDEN = {"seed", "method", "code", "recipe", "keep", "checkpoint_minutes", "workers", "root"}
 
 
 def page(gathered: Gathered) -> str:
     """The page as text."""
     gathered, key = gathered.shortened()
     made = [part(gathered) for part in PARTS]
-    sections = [part for part in made if isinstance(part, Section)]
     title = _title(gathered)
-    links = [tag("li", tag("a", text(s.title), href=f"#{s.key}")) for s in sections]
+    links = [
+        tag("li", tag("a", text(part.title), href=f"#{part.key}"))
+        for part in made
+        if isinstance(part, Section)
+    ]
     head = tag(
         "header",
         tag("p", text("steppe report"), class_="kicker"),
         tag("h1", text(title)),
         summary(gathered),
-        *(
-            tag("p", tag("b", text(short)), text(f": {label}"), class_="note")
-            for short, label in key.items()
-        ),
+        *(tag("p", tag("b", text(k)), text(f": {v}"), class_="note") for k, v in key.items()),
         tag("nav", tag("ul", *links), aria_label="Sections"),
     )
     main = tag("main", *map(_placed, made))
-    foot = tag(
-        "footer",
-        text(f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."),
-    )
-    body = (
-        head
-        + main
-        + foot
-        + _data(surface_data(gathered))
-        + f"<script>{asset('report.js')}</script>"
-    )
+    made_by = f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."
+    data = _data(minima.surface_data(gathered))
+    script = f"<script>{asset('report.js')}</script>"
+    body = head + main + tag("footer", text(made_by)) + data + script
     return (
         '<!DOCTYPE html>\n<html lang="en" class="no-script">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -119,11 +86,116 @@ def _placed(part: Section | Absent) -> str:
     if isinstance(part, Section):
         heading = tag("h2", text(part.title), id=f"{part.key}-title")
         return tag("section", heading, part.body, id=part.key, aria_labelledby=f"{part.key}-title")
-    words = text(f"{part.title}: nothing is stored for these runs. This makes it: ")
-    return tag("p", words, tag("code", text(part.command)), class_="absent")
+    words = f"{part.title}: nothing is stored for these runs. This makes it: "
+    return sections.advice(words, part.command, "absent")
 
 
 def _data(content: dict[str, Any]) -> str:
     """JSON inside the page; no `<` in it can end the script."""
     dumped = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{dumped}</script>'
+
+
+def provenance_section(gathered: Gathered) -> Section:
+    """Configs, runs, environments and the settings of the analyses."""
+    parts = [
+        _folded("Settings that all runs share", _settings(gathered)),
+        _folded("Methods and their runs", _methods(gathered)),
+        _folded("Where they ran", _environments(gathered)),
+    ]
+    if gathered.analyses:
+        parts.append(_folded("Analyses", _analyses(gathered)))
+    return Section("provenance", "Behind the numbers", "".join(parts))
+
+
+def _varying(gathered: Gathered) -> tuple[dict[str, Any], list[str]]:
+    """The first run's settings, and the names of those that differ among runs."""
+    first, *others = [r.config.to_dict() for row in gathered.rows for r in row.results]
+    shown = [name for name in first if name not in HIDDEN]
+    return first, [name for name in shown if any(o[name] != first[name] for o in others)]
+
+
+def _settings(gathered: Gathered) -> str:
+    config, varying = _varying(gathered)
+    example = gathered.comparison.example
+    known = {
+        "recipe": config["recipe"] or "none",
+        "data": f"{config['data']} {f'({example.data_note})' if example.data_note else ''}",
+        "weights of the model": f"{example.parameters:,}",
+        "steps": str(example.steps),
+    }
+    out = {*HIDDEN, *varying, *known}
+    shared = {k: _plain(v) for k, v in config.items() if k not in out and v is not None}
+    return sections.html_table(
+        ("setting", "value"), list({**known, **shared}.items()), kind="settings"
+    )
+
+
+def _methods(gathered: Gathered) -> str:
+    _, varying = _varying(gathered)
+    rows = []
+    for row in gathered.rows:
+        config = row.results[0].config.to_dict()
+        own = ", ".join(f"{name} {_plain(config[name])}" for name in varying)
+        seeds = ", ".join(str(result.config.seed) for result in row.results)
+        folders = [r.folder.name for r in row.results if r.folder is not None]
+        kept = f"{folders[0]}{f' and {len(folders) - 1} more' if folders[1:] else ''}"
+        rows.append(
+            (row.label, row.results[0].config.method, row.chosen, own or "–", seeds,
+             kept if folders else "not in this store")
+        )  # fmt: skip
+    header = ("method", "as text", "strength chosen", "own settings", "seeds", "runs")
+    return sections.html_table(header, rows, kind="wordy")
+
+
+def _environments(gathered: Gathered) -> str:
+    results = [result for row in gathered.rows for result in row.results]
+    records = Counter(json.dumps(result.environment, sort_keys=True) for result in results)
+    tables = []
+    for record, count in records.most_common():
+        rows = [(k, _plain(v)) for k, v in json.loads(record).items() if v is not None]
+        header = (f"{count} runs" if count > 1 else "1 run", "")
+        tables.append(sections.html_table(header, rows, kind="settings"))
+    return "".join(tables)
+
+
+def _analyses(gathered: Gathered) -> str:
+    rows = []
+    for name, found in gathered.analyses.items():
+        for stored in found.values():
+            asked = _plain({k: v for k, v in stored.request.items() if k != "analysis"})
+            where = stored.environment
+            versions = f"steppe {where.get('steppe')} ({where.get('commit') or 'installed'}), torch {where.get('torch')}"
+            data = stored.result.origin
+            hashes = f"data {data['data_hash']}, weights {data['weights_hash']}"
+            rows.append((name, stored.run.name, asked, hashes, versions, f"{stored.seconds:.1f} s"))
+    header = ("analysis", "run", "asked for", "digests", "with", "time")
+    return sections.html_table(header, rows, kind="wordy")
+
+
+def _folded(title: str, body: str) -> str:
+    return tag("details", tag("summary", text(title)), body)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+PARTS: tuple[Part, ...] = (
+    sections.result_section,
+    sections.accuracy_section,
+    sections.convergence_section,
+    sections.cost_section,
+    minima.robustness_section,
+    minima.landscape_section,
+    minima.spectrum_section,
+    minima.radius_section,
+    minima.sharpness_section,
+    provenance_section,
+)

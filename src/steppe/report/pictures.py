@@ -9,25 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steppe.analysis import (
-    Eigenvalues,
-    Ensemble,
-    Landscape,
-    Line,
-    RadiusCurve,
-    Result,
-    Robustness,
-    Sharpness,
-    Spectrum,
-)
+from steppe import analysis
+from steppe.analysis import Result
 from steppe.lab.errors import LabError
 from steppe.lab.runs import DEFAULT_STORE, Run
 from steppe.lab.sentences import NAMES
 from steppe.lab.specs import label, parse
 from steppe.report import figures
-from steppe.report.analyses import FOLDER, Stored, load
+from steppe.report.analyses import FOLDER, load
 from steppe.report.canvas import (
     COLOURS,
+    error_bars,
     line_style,
     named,
     panels,
@@ -35,7 +27,7 @@ from steppe.report.canvas import (
     shared_legend,
 )
 from steppe.report.sections import interval
-from steppe.report.subjects import find_comparison, find_runs
+from steppe.report.subjects import find_runs, runs_by_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,14 +45,14 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(f"One figure shows one kind of result, got {names}.")
     drawers: dict[type[Result], Any] = {
-        Landscape: figures.landscape_figure,
-        Line: figures.slice_figure,
-        Spectrum: figures.spectrum_figure,
-        RadiusCurve: figures.radius_figure,
-        Eigenvalues: eigenvalue_figure,
-        Sharpness: sharpness_figure,
-        Robustness: figures.robustness_figure,
-        Ensemble: ensemble_figure,
+        analysis.Landscape: figures.landscape_figure,
+        analysis.Line: figures.slice_figure,
+        analysis.Spectrum: figures.spectrum_figure,
+        analysis.RadiusCurve: figures.radius_figure,
+        analysis.Eigenvalues: eigenvalue_figure,
+        analysis.Sharpness: sharpness_figure,
+        analysis.Robustness: figures.robustness_figure,
+        analysis.Ensemble: ensemble_figure,
     }
     (kind,) = kinds
     if kind not in drawers:
@@ -69,20 +61,12 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
     return figure
 
 
-def eigenvalue_figure(results: Mapping[str, Eigenvalues]) -> Figure:
+def eigenvalue_figure(results: Mapping[str, analysis.Eigenvalues]) -> Figure:
     """The largest eigenvalues by rank, with their residual bounds."""
     figure, (axis,) = panels(1, width=5.0)
     for i, (name, result) in enumerate(results.items()):
         ranks = range(1, len(result.values) + 1)
-        axis.errorbar(
-            ranks,
-            result.values,
-            yerr=result.residuals,
-            **line_style(i),
-            marker="o",
-            capsize=3,
-            label=name or None,
-        )
+        error_bars(axis, i, ranks, result.values, result.residuals, name)
     axis.set_xlabel("rank")
     axis.set_ylabel("eigenvalue of the Hessian")
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -91,7 +75,7 @@ def eigenvalue_figure(results: Mapping[str, Eigenvalues]) -> Figure:
     return figure
 
 
-def sharpness_figure(results: Mapping[str, Sharpness]) -> Figure:
+def sharpness_figure(results: Mapping[str, analysis.Sharpness]) -> Figure:
     """The rise of the loss: its mean with a standard error, and each part of m samples as a dot."""
     figure, (axis,) = panels(1, width=5.0)
     for i, result in enumerate(results.values()):
@@ -109,7 +93,7 @@ def sharpness_figure(results: Mapping[str, Sharpness]) -> Figure:
     return figure
 
 
-def ensemble_figure(results: Mapping[str, Ensemble]) -> Figure:
+def ensemble_figure(results: Mapping[str, analysis.Ensemble]) -> Figure:
     """NLL, accuracy and calibration error against the number of draws averaged; dotted: single model."""
     figure, axes = panels(3, width=3.2)
     for place, (axis, metric) in enumerate(zip(axes, ("NLL", "accuracy %", "ECE %"), strict=True)):
@@ -132,20 +116,17 @@ def comparison_figure(comparison: Comparison) -> Figure:
     rows, example = comparison.rows, comparison.example
     places = range(len(rows), 0, -1)
     for index, (place, row) in enumerate(zip(places, rows, strict=True)):
-        colour = COLOURS[index % len(COLOURS)]
-        low, mean, high = interval(row, example.metric)
-        spread = [[mean - low], [high - mean]] if math.isfinite(low) else None
-        axes[0].errorbar([mean], [place], xerr=spread, fmt="o", color=colour, capsize=4)
+        style = {"fmt": "o", "color": COLOURS[index % len(COLOURS)], "capsize": 4}
+        low, mean, _ = interval(row, example.metric)
         values = row.values("test", example.metric)
-        axes[0].plot(values, [place] * len(values), ".", color=colour, alpha=0.5)
+        half = mean - low if math.isfinite(low) else None
+        axes[0].errorbar([mean], [place], xerr=half, **style)
+        axes[0].plot(values, [place] * len(values), ".", color=style["color"], alpha=0.5)
         found = row.difference
         if found is not None and found.n:
-            significant = found.verdict in ("better", "worse")
             wide = [[found.mean - found.low], [found.high - found.mean]] if found.n > 1 else None
-            face = colour if significant else "white"
-            axes[1].errorbar(
-                [found.mean], [place], xerr=wide, fmt="o", color=colour, mfc=face, capsize=4
-            )
+            face = style["color"] if found.verdict in ("better", "worse") else "white"
+            axes[1].errorbar([found.mean], [place], xerr=wide, mfc=face, **style)
     axes[1].axvline(0, color="grey", linewidth=0.8)
     way = "higher" if example.higher_is_better else "lower"
     name = NAMES.get(example.metric, example.metric)
@@ -157,32 +138,30 @@ def comparison_figure(comparison: Comparison) -> Figure:
     return figure
 
 
-def write_picture(stored: Stored, name: str) -> Path | None:
-    """The picture of a stored analysis, as PNG beside its numbers; None without matplotlib."""
-    try:
-        figure = figure_of({_run_label(stored.run): stored.result})
-    except ImportError as error:
-        logger.info("no picture: %s", error)
-        return None
-    except ValueError as error:  # nothing finite to show
-        logger.info("no picture: %s", error)
-        return None
-    (file,) = save_figure(figure, stored.run.folder / FOLDER / name, formats=("png",))
-    return file
+def pictured(run: Run, name: str) -> tuple[Path, Path]:
+    """The files of a stored analysis: its numbers, and its picture where matplotlib can draw one."""
+    numbers = run.folder / FOLDER / f"{name}.npz"
+    picture = numbers.with_suffix(".png")
+    stored = load(run, name)
+    old = not picture.exists() or picture.stat().st_mtime < numbers.stat().st_mtime
+    if stored is not None and old:
+        try:
+            save_figure(figure_of({_run_label(run): stored.result}), picture, formats=("png",))
+        except (ImportError, ValueError) as error:  # a ValueError: nothing finite to show
+            logger.info("no picture: %s", error)
+    return numbers, picture
 
 
-def analysis_figure(kind: str, names: Sequence[str], store: Path) -> Figure:
-    """One figure of the stored analyses of runs, or of a comparison's methods."""
-    if not names:
-        raise LabError(f"say which runs: steppe figure {kind} RUN; `steppe runs` lists them.")
+def analysis_figure(kind: str, runs: Sequence[tuple[str, list[Run]]], store: Path) -> Figure:
+    """One figure of stored analyses: by each name that of the first of its runs which has one."""
     found: dict[str, Result] = {}
     missing: list[str] = []
-    for text, run in _labelled_runs(names, store, kind):
-        stored = load(run, kind)
+    for name, its in runs:
+        stored = next(filter(None, (load(run, kind) for run in its)), None)
         if stored is None:
-            missing.append(run.name)
+            missing.append(its[0].name)
         else:
-            found[text] = stored.result
+            found[name] = stored.result
     if missing:
         where = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
         raise LabError(
@@ -192,23 +171,18 @@ def analysis_figure(kind: str, names: Sequence[str], store: Path) -> Figure:
     return figure_of(found)
 
 
-def _labelled_runs(names: Sequence[str], store: Path, kind: str) -> list[tuple[str, Run]]:
-    """Runs by what a figure calls them; of a comparison's method the first that has the analysis."""
-    labelled: list[tuple[str, Run]] = []
+def named_runs(names: Sequence[str], store: Path) -> list[tuple[str, list[Run]]]:
+    """Runs by what a figure calls them; a comparison's by method."""
+    found: list[tuple[str, list[Run]]] = []
     for name in names:
         if name.endswith(".json"):
-            for row in find_comparison([name], store).rows:
-                runs = [Run(r.folder) for r in row.finished if r.folder is not None]
-                if not runs:
-                    raise LabError(f"the runs of {name} are not in {store}: give --store FOLDER.")
-                chosen = next((run for run in runs if load(run, kind)), runs[0])
-                labelled.append((row.label, chosen))
+            found += runs_by_method(name, store)
         else:
-            labelled += [(_run_label(run), run) for run in find_runs(name, store)]
-    texts = [text for text, _ in labelled]
+            found += [(_run_label(run), [run]) for run in find_runs(name, store)]
+    texts = [text for text, _ in found]
     return [
-        (text if texts.count(text) == 1 else f"{text}, {run.name.rpartition('-')[2]}", run)
-        for text, run in labelled
+        (text if texts.count(text) == 1 else f"{text}, {runs[0].name.rpartition('-')[2]}", runs)
+        for text, runs in found
     ]
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from steppe.lab.comparison import Row
 from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
-from steppe.report.charts import Interval, Series, Spot, interval_chart, line_chart, scatter_chart
+from steppe.report.charts import Interval, Series, interval_chart, key, line_chart, shown, tag, text
 from steppe.report.gathered import Gathered
-from steppe.report.svg import STYLES, dash, marker, shown, tag, text
 
 
 @dataclass(frozen=True)
@@ -40,46 +39,38 @@ def result_section(gathered: Gathered) -> Section:
     table = comparison_table(gathered.comparison)
     # The sentence stands at the top of the page.
     notes = [note for note in table.notes if note != comparison_sentence(gathered.comparison)]
-    body = html_table(table.header, table.rows, first="method")
-    return Section(
-        "result", "Result", body + "".join(tag("p", text(n), class_="note") for n in notes)
-    )
+    body = html_table(table.header, table.rows, first="method") + note(*notes)
+    return Section("result", "Result", body)
 
 
 def accuracy_section(gathered: Gathered) -> Section:
     """The deciding metric with intervals and single seeds, and the differences to the baseline."""
-    comparison = gathered.comparison
-    example = comparison.example
-    metric = example.metric
+    comparison, example = gathered.comparison, gathered.comparison.example
+    metric, base = example.metric, comparison.baseline.label
     name = NAMES.get(metric, metric)
+    form = (lambda v: f"{v:.2f}") if example.unit else shown
     means, differences = [], []
     for index, row in enumerate(comparison.rows):
         low, mean, high = interval(row, metric)
         values = row.values("test", metric)
-        form = (lambda v: f"{v:.2f}") if example.unit else shown
         words = form(mean) + (f" [{form(low)}, {form(high)}]" if math.isfinite(low) else "")
-        means.append(
-            Interval(row.label, index, mean, low, high, values, words if values else "diverged")
-        )
+        if not values:
+            words = "diverged"
+        means.append(Interval(row.label, index, mean, low, high, words, values))
         found = row.difference
         if found is not None and found.n:
             words = f"{signed(found.mean, 2 if example.unit else 4)}, {found.verdict}"
+            ends = (found.mean, found.low, found.high)
             hollow = found.verdict in ("no difference seen", "too few seeds")
-            bounds = (found.low, found.high)
-            differences.append(
-                Interval(row.label, index, found.mean, *bounds, (), words, hollow=hollow)
-            )
+            differences.append(Interval(row.label, index, *ends, words, hollow=hollow))
     way = "higher" if example.higher_is_better else "lower"
     summary = f"Test {metric} of each method. " + "; ".join(f"{r.name} {r.words}" for r in means)
-    charts = [
-        captioned(
-            interval_chart(means, f"test {name}", summary),
-            f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, "
-            "and each seed as a dot.",
-        )
-    ]
+    about = (
+        f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, and each "
+        "seed as a dot."
+    )
+    charts = [captioned(interval_chart(means, f"test {name}", summary), about)]
     if differences:
-        base = comparison.baseline.label
         summary = f"Difference to {base}. " + "; ".join(f"{r.name} {r.words}" for r in differences)
         chart = interval_chart(differences, f"test {name}, minus {base}", summary, zero=True)
         about = (
@@ -94,34 +85,30 @@ def accuracy_section(gathered: Gathered) -> Section:
 def convergence_section(gathered: Gathered) -> Section | Absent:
     """Test metric and training loss by epoch, means over seeds."""
     metric = gathered.comparison.example.metric
-    tested, losses, tracked = [], [], []
-    for index, row in enumerate(gathered.rows):
-        epochs = gathered.epochs(row)
-        if not epochs:
-            continue
-        tested.append(Series(row.label, index, mean_curve(epochs, f"test_{metric}")))
-        losses.append(Series(row.label, index, mean_curve(epochs, "loss")))
-        tracked.append(Series(row.label, index, mean_curve(epochs, f"train_{metric}")))
+    epochs = {i: found for i, row in enumerate(gathered.rows) if (found := gathered.epochs(row))}
     charts = []
     name = NAMES.get(metric, metric)
     about = "mean over the seeds"
-    for series, label, words in (
-        (tested, f"test {name}", f"Test {metric} by epoch, {about}."),
-        (tracked, f"train {name}", f"The same on training data, at the true weights, {about}."),
-        (losses, "training loss", "Training loss as the optimizer saw it, that is, at perturbed "
+    for column, label, words in (
+        (f"test_{metric}", f"test {name}", f"Test {metric} by epoch, {about}."),
+        (f"train_{metric}", f"train {name}",
+         f"The same on training data, at the true weights, {about}."),
+        ("loss", "training loss", "Training loss as the optimizer saw it, that is, at perturbed "
          f"weights for the methods that perturb; {about}."),
     ):  # fmt: skip
+        series = [
+            Series(gathered.rows[i].label, i, mean_curve(runs, column))
+            for i, runs in epochs.items()
+        ]
         filled = [s for s in series if len(s.points) > 1]
         if filled:
-            low, high = value_range(filled)
-            log = label == "training loss" and low > 0 and high > 20 * low
+            log = column == "loss"
             last = "; ".join(f"{s.name} {shown(s.points[-1][1])}" for s in filled)
             summary = f"{words} At the end: {last}"
             charts.append(captioned(line_chart(filled, "epoch", label, summary, log_y=log), words))
     if not charts:
         return Absent("Convergence", "steppe compare … --eval-every 1 (runs kept in a store)")
-    used = tested or losses
-    return Section("convergence", "Convergence", legend(used) + columns(charts))
+    return Section("convergence", "Convergence", legend(gathered, epochs) + columns(charts))
 
 
 def cost_section(gathered: Gathered) -> Section | Absent:
@@ -136,19 +123,23 @@ def cost_section(gathered: Gathered) -> Section | Absent:
     for kind, (label, about) in kinds.items():
         spots = []
         for index, row in enumerate(comparison.rows):
-            low, mean, high = interval(row, metric)
+            _, mean, high = interval(row, metric)
             if kind in row.cost and row.finished:
-                spots.append(Spot(row.label, index, row.cost[kind], mean, low, high))
+                spots.append(Series(row.label, index, [(row.cost[kind], mean)], [high - mean]))
         if spots:
-            said = "; ".join(f"{s.name} {shown(s.y)} at {shown(s.x, 3)}" for s in spots)
+            said = "; ".join(
+                f"{s.name} {shown(y)} at {shown(x, 3)}" for s in spots for x, y in s.points
+            )
             x_label = f"{label}, multiples of {base}"
             y_label = f"test {NAMES.get(metric, metric)}"
-            chart = scatter_chart(spots, x_label, y_label, f"{y_label} against {label}. {said}")
+            summary = f"{y_label} against {label}. {said}"
+            chart = line_chart(spots, x_label, y_label, summary, whole=True)
             charts.append(captioned(chart, f"{about} Bars: 95 % intervals."))
     if not charts:
         return Absent("Cost", "steppe compare …")
     plain = NAMES.get(metric, metric).removesuffix(" %")
-    return Section("cost", f"Cost against {plain}", columns(charts))
+    names = legend(gathered, [i for i, row in enumerate(gathered.rows) if row.finished])
+    return Section("cost", f"Cost against {plain}", names + columns(charts))
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:
@@ -173,17 +164,25 @@ def mean_curve(runs: Sequence[Sequence[dict[str, float]]], name: str) -> list[tu
     ]
 
 
-def legend(series: Sequence[Series]) -> str:
-    """Names with their marks; pressing one brings its lines to the front."""
+def legend(gathered: Gathered, rows: Iterable[int]) -> str:
+    """Names of rows with their marks; pressing one brings its lines to the front."""
     items = []
-    for s in series:
-        line = tag("path", d="M1 8H37", class_="line", stroke_dasharray=dash(s.index))
-        sample = tag("svg", line, marker(19, 8, s.index), viewBox="0 0 38 16", aria_hidden="true")
-        kind = f"s{s.index % STYLES}"
-        button = tag("button", sample, text(s.name), type="button", aria_pressed="false",
-                     data_pick=s.index, class_=kind)  # fmt: skip
+    for index in rows:
+        sample, kind = key(index)
+        button = tag("button", sample, text(gathered.rows[index].label), type="button",
+                     aria_pressed="false", data_pick=index, class_=kind)  # fmt: skip
         items.append(tag("li", button))
     return tag("ul", *items, class_="legend")
+
+
+def note(*notes: str) -> str:
+    """Small print, a paragraph each."""
+    return "".join(tag("p", text(words), class_="note") for words in notes)
+
+
+def advice(words: str, command: str, kind: str = "note") -> str:
+    """Words and the command that they lead to."""
+    return tag("p", text(words), tag("code", text(command)), class_=kind)
 
 
 def captioned(chart: str, words: str) -> str:
@@ -207,13 +206,5 @@ def html_table(
         for row in rows
     )  # fmt: skip
     table = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=kind or None)
-    about = first or header[0]
-    return tag(
-        "div", table, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {about}"
-    )
-
-
-def value_range(series: Sequence[Series]) -> tuple[float, float]:
-    """The least and the largest finite value of several lines."""
-    values = [y for s in series for _, y in s.points if math.isfinite(y)]
-    return (min(values), max(values)) if values else (0.0, 0.0)
+    about = f"Table: {first or header[0]}"
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=about)

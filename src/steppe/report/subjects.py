@@ -90,13 +90,20 @@ def _check_comparable(results: Sequence[Result]) -> None:
 def _results(name: str, store: Path) -> list[Result]:
     if _is_file(name):
         content = _read(Path(name))
-        records = [
-            run
-            for part in content["rows" if "rows" in content else "points"]
-            for run in part["runs"]
-        ]
-        return [_located(record, Path(name), store) for record in records]
+        parts = content["rows"] if "rows" in content else content["points"]
+        return [_located(run, Path(name), store) for part in parts for run in part["runs"]]
     return [_finished(run) for run in find_runs(name, store)]
+
+
+def runs_by_method(file: str, store: Path) -> list[tuple[str, list[Run]]]:
+    """The finished runs of a comparison's methods, by label."""
+    found = []
+    for row in find_comparison([file], store).rows:
+        runs = [Run(result.folder) for result in row.finished if result.folder is not None]
+        if not runs:
+            raise LabError(f"the runs of {file} are not in {store}: give --store FOLDER.")
+        found.append((row.label, runs))
+    return found
 
 
 def find_runs(name: str, store: Path) -> list[Run]:
@@ -140,24 +147,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _comparison(content: dict[str, Any], file: Path, store: Path) -> Comparison:
-    results = {
-        row["spec"]: tuple(_located(record, file, store) for record in row["runs"])
-        for row in content["rows"]
-    }
-    rows = tuple(
-        Row(
-            spec=row["spec"],
-            label=row["label"],
-            chosen=row["chosen"],
-            results=results[row["spec"]],
-            trials=row["trials"],
-            difference=None if row["difference"] is None else Difference(**row["difference"]),
-            cost=row["cost"],
-        )
-        for row in content["rows"]
-    )
+    rows = []
+    for row in content["rows"]:
+        results = tuple(_located(record, file, store) for record in row["runs"])
+        found = row["difference"] and Difference(**row["difference"])
+        same = {name: row[name] for name in ("spec", "label", "chosen", "trials", "cost")}
+        rows.append(Row(results=results, difference=found, **same))
     config = Config().override(content["config"])
-    return Comparison(config, tuple(content["seeds"]), rows)
+    return Comparison(config, tuple(content["seeds"]), tuple(rows))
 
 
 def _located(record: dict[str, Any], file: Path, store: Path) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from steppe.analysis import Result, Robustness, Sharpness, Spectrum
 from steppe.lab.comparison import Row
 from steppe.lab.sentences import (
     HIGHER_IS_BETTER,
@@ -16,9 +15,9 @@ from steppe.lab.sentences import (
 from steppe.lab.statistics import compare_all, mean_std
 from steppe.lab.survival import UNCHANGED, survival_cells
 from steppe.lab.tables import join_words
+from steppe.report.charts import shown, tag, text
 from steppe.report.gathered import Gathered
 from steppe.report.survival import has_accuracy, measured_alike, survival_curves
-from steppe.report.svg import shown, tag, text
 
 
 def summary(gathered: Gathered) -> str:
@@ -48,16 +47,14 @@ def _cards(gathered: Gathered) -> Iterator[tuple[str, str, str]]:
     comparison = gathered.comparison
     base, example, best = comparison.baseline, comparison.example, best_row(gathered)
     digits = metric_digits(comparison)
-    name = NAMES.get(example.metric, example.metric)
+    name = NAMES.get(example.metric, example.metric).removesuffix(" %")
     if best is None:
         words = f"No method is significantly better than {base.label} in test {example.metric}."
         yield "Best method", "none", words
     else:
         mean = mean_std(best.values("test", example.metric))[0]
         gain = f"{interval_words(best.difference, digits)} {example.unit}".strip()
-        words = (
-            f"{gain} over {base.label}, to a test {name.removesuffix(' %')} of {mean:.{digits}f}"
-        )
+        words = f"{gain} over {base.label}, to a test {name} of {mean:.{digits}f}"
         strength = f"; {best.strength}" if best.strength else ""
         yield "Best method", best.label, f"{words}{strength}. {len(comparison.seeds)} seeds, Holm."
     timed = [row for row in gathered.rows[1:] if "time" in row.cost]
@@ -131,8 +128,10 @@ def _other_metrics(gathered: Gathered) -> Iterator[str]:
 def _flatness(gathered: Gathered) -> Iterator[str]:
     """Which analysed minima are flatter than the baseline's, and which are sharper."""
     for name in gathered.analyses:
-        values = {i: _sharpness(r) for i, r in gathered.results(name).items()}
-        known = {i: value for i, value in values.items() if value is not None}
+        number = "largest" if name == "spectrum" else "value"
+        if name != "spectrum" and not name.startswith("sharpness"):
+            continue
+        known = {i: getattr(result, number) for i, result in gathered.results(name).items()}
         if 0 not in known or len(known) < 2:
             continue
         parts = []
@@ -142,27 +141,15 @@ def _flatness(gathered: Gathered) -> Iterator[str]:
         ):
             each = [f"{gathered.rows[i].label} {shown(known[i], 3)}" for i in rows]
             parts += [f"{word} for {join_words(each)}"] if each else []
-        what = "The largest Hessian eigenvalue" if name == "spectrum" else _kind(name)
+        case = name.removeprefix("sharpness-").replace("-", " case, ")
+        what = "The largest Hessian eigenvalue" if name == "spectrum" else f"Sharpness ({case})"
         base = gathered.rows[0].label
         yield f"{what} of one run a method ({base} {shown(known[0], 3)}): {'; '.join(parts)}."
 
 
-def _sharpness(result: Result) -> float | None:
-    if isinstance(result, Spectrum):
-        return result.largest
-    return result.value if isinstance(result, Sharpness) else None
-
-
-def _kind(name: str) -> str:
-    return f"Sharpness ({name.removeprefix('sharpness-').replace('-', ' case, ')})"
-
-
 def _lost(gathered: Gathered) -> Iterator[str]:
     """Changes after which the baseline has the best mean of all."""
-    groups = {
-        i: [r for r in by_seed.values() if isinstance(r, Robustness)]
-        for i, by_seed in gathered.every("robustness").items()
-    }
+    groups = gathered.every("robustness")
     every = [one for group in groups.values() for one in group]
     if 0 not in groups or len(groups) < 2 or len({measured_alike(one) for one in every}) != 1:
         return

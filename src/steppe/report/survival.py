@@ -63,21 +63,18 @@ def survival_curves(group: Sequence[Robustness], accuracy: bool = True) -> dict[
     The half widths are 95 % t-intervals over several results, or the spread over draws of one.
     """
     found: dict[str, Curves] = {}
-    for s, statistics in enumerate(group[0].statistics):
-        curves = found.setdefault(statistics, {})
-        base = _middle(group, s, 0, accuracy)
-        for c, kind in enumerate(group[0].kinds):
-            scheme = group[0].schemes[c]
+    first = group[0]
+    for s, statistics in enumerate(first.statistics):
+        curves: Curves = {}
+        for c, (kind, scheme) in enumerate(zip(first.kinds, first.schemes, strict=True)):
             if kind in AXES:
                 panel = AXES[kind] + (f", {scheme}" if scheme else "")
-                if panel not in curves:
-                    start = [(UNCHANGED[kind], *base)] if kind in UNCHANGED else []
-                    curves[panel] = start
-                curves[panel].append((group[0].sizes[c], *_middle(group, s, c, accuracy)))
-    return {
-        statistics: {panel: sorted(points) for panel, points in curves.items() if len(points) > 1}
-        for statistics, curves in found.items()
-    }
+                if panel not in curves and kind in UNCHANGED:
+                    curves[panel] = [(UNCHANGED[kind], *_middle(group, s, 0, accuracy))]
+                point = (first.sizes[c], *_middle(group, s, c, accuracy))
+                curves.setdefault(panel, []).append(point)
+        found[statistics] = {panel: sorted(p) for panel, p in curves.items() if len(p) > 1}
+    return found
 
 
 def _middle(group: Sequence[Robustness], s: int, c: int, accuracy: bool) -> tuple[float, float]:

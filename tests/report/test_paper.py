@@ -3,7 +3,7 @@
 import pytest
 
 from steppe.lab.runs import Run
-from steppe.report.studies import convergence_figure, generalisation_figure, groups_of
+from steppe.report.paper import convergence_figure, generalisation_figure, groups_of
 from steppe.report.subjects import find_results
 
 pytest.importorskip("matplotlib")
@@ -17,7 +17,7 @@ def groups(in_lab):
 def test_seeds_of_one_experiment_are_one_group(groups):
     assert sorted(groups) == ["m-rwp", "rwp", "sam", "sgd"]
     assert all(len(group.results) == 2 for group in groups.values())
-    assert groups["rwp"].strength == 0.6
+    assert groups["rwp"].used == ("ratio", 0.6)
     assert (groups["sam"].option("strength"), groups["sam"].option("eta")) == (0.1, None)
 
 

@@ -39,7 +39,7 @@ pictures: demo  ## run the demo, then write its pictures and the tables of the R
 demo-%: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)
 
-BENCHMARKS := step scaling launches memory parallel imports data convolution analysis
+BENCHMARKS := step scaling launches memory parallel imports data analysis
 
 test: lint types unit  ## lint, types and tests
 

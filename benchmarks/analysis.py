@@ -1,6 +1,6 @@
 """What the analyses cost, as ratios measured in one run on one thread.
 
-    python benchmarks/analysis.py [product eigenvalue stopping landscape] [--out FILE] [--more]
+    python benchmarks/analysis.py [product eigenvalue landscape] [--out FILE]
     python benchmarks/analysis.py --quick               # a smoke run for CI, numbers mean nothing
 
 A ResNet-8 of about 76 k weights, 256 random images of 32x32 in batches of 64, trained for a few
@@ -9,9 +9,8 @@ steps so that its Hessian has outliers. The clock is the processor time of a one
 - `product`: a Hessian product against PyHessian's, and against a forward, in turns.
 - `eigenvalue`: products until the largest eigenvalue is right to 1e-3, and until each method stops
   by its own rule, of nets at several stages of training. Counts, not timings.
-- `stopping`: how often the error exceeds the reported residual, over spectra that are hard.
 - `landscape`: a plane of 25x25 points against the naive loop of `benchmarks/plane.py`, in turns, each
-  in a process of its own. `--more` adds rounds to those in the file.
+  in a process of its own.
 
 PyHessian takes part where it is installed (`pip install -c constraints.txt pyhessian`).
 """
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import measure
-from resnet8 import trained
+from plane import trained
 
 from steppe.analysis import Problem, top_eigs
 from steppe.analysis.hessian import Hessian
@@ -47,13 +46,6 @@ Work = Callable[[], object]
 Batches = list[tuple[Tensor, Tensor]]
 TOL = 1e-3
 POWER_STEPS = 25
-NAIVE = {
-    "a TensorDataset, batch 64": ["naive", "--batch", "64"],
-    "a TensorDataset, batch 256": ["naive", "--batch", "256"],
-    "images made into tensors one by one, batch 128": ["images", "--batch", "128"],
-}
-# What the naive loop would take if the allocator kept freed memory; glibc reads these at the start.
-KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**27)}
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> dict[str, Any]:
@@ -173,95 +165,29 @@ def their_search(theirs: Any, exact: float, seed: int, quick: bool) -> dict[str,
     return result
 
 
-class Diagonal(nn.Module):
-    """`sum_i lambda_i w_i² / 2`; to a random starting vector no worse than a rotated matrix."""
-
-    def __init__(self, eigenvalues: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("eigenvalues", eigenvalues)
-        self.w = nn.Parameter(torch.zeros_like(eigenvalues))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (0.5 * self.eigenvalues * self.w.square()).sum().expand(len(x))
-
-
-def hard_spectrum(kind: str, seed: int, n: int = 200) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-
-    def uniform(count: int) -> Tensor:
-        return torch.rand(count, generator=draw, dtype=torch.float64)
-
-    small = 0.1 * uniform(n - 9) - 0.02
-    return {
-        "no gap": lambda: uniform(n),
-        "cluster": lambda: torch.cat([5 + 0.02 * uniform(4), uniform(n - 4)]),
-        "tight cluster": lambda: torch.cat(
-            [5 + 0.002 * uniform(6), 4.9 + 0.01 * uniform(3), uniform(n - 9)]
-        ),
-        "outliers": lambda: torch.cat(
-            [torch.logspace(1.5, 0.3, 9).double() * (1 + 0.3 * uniform(9)), small]
-        ),
-        "close outliers": lambda: torch.cat(
-            [torch.tensor([30, 29.5, 29, 20, 15, 8, 5, 4, 3]).double(), small]
-        ),
-    }[kind]()
-
-
-def stopping(searches: int) -> dict[str, Any]:
-    """Of so many searches each: errors above the reported residual, and the mean of products."""
-    data = torch.zeros(1, 1), torch.zeros(1)
-    results: dict[str, Any] = {}
-    for kind in ("no gap", "cluster", "tight cluster", "outliers", "close outliers"):
-        for tol in (1e-2, 1e-3, 1e-5):
-            missed = products = 0
-            for seed in range(searches):
-                eigenvalues = hard_spectrum(kind, seed)
-                problem = Problem(Diagonal(eigenvalues), lambda out, y: out.mean(), data)
-                found = top_eigs(problem, tol=tol, seed=seed, mode="backward", progress=False)
-                error = abs(found.values[0].item() - eigenvalues.max().item())
-                missed += error > found.residuals[0].item()
-                products += found.products
-            row = {"missed": missed, "products": products / searches, "n": searches}
-            results[f"{kind}, tol {tol:g}"] = row
-            print(f"{kind}, tol {tol:g}: {row}", flush=True)
-    total = sum(row["missed"] for row in results.values())
-    return {"missed": total, "searches": searches * len(results), "spectra": results}
-
-
-def plane(arguments: list[str], grid: int, quick: bool, **environ: str) -> dict[str, Any]:
+def plane(who: str, grid: int, quick: bool) -> dict[str, Any]:
     """Seconds and losses of one plane in a process of its own."""
-    command = [sys.executable, str(Path(__file__).parent / "plane.py"), *arguments]
-    command += ["--grid", str(grid), *(["--samples", "32", "--steps", "2"] if quick else [])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, **environ}
-    )
+    command = [sys.executable, str(Path(__file__).parent / "plane.py"), who, "--grid", str(grid)]
+    command += ["--samples", "32", "--steps", "2"] if quick else []
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def landscape_times(grid: int, rounds: int, quick: bool, before: dict[str, Any]) -> dict[str, Any]:
-    """Whole planes in turns; and what other naive loops take for a point, on smaller planes."""
-    seconds: dict[str, list[float]] = before.get("seconds", {"ours": [], "naive": []})
-    variants: dict[str, list[float]] = before.get("ms_a_point", {})
+def landscape_times(grid: int, rounds: int, quick: bool) -> dict[str, Any]:
+    """Whole planes in turns."""
+    seconds: dict[str, list[float]] = {"ours": [], "naive": []}
     for _ in range(rounds):
-        planes = {who: plane([who], grid, quick) for who in ("ours", "naive")}
+        planes = {who: plane(who, grid, quick) for who in seconds}
         for who, found in planes.items():
             seconds[who].append(found["seconds"])
         print({who: values[-1] for who, values in seconds.items()}, flush=True)
-        side = 2 if quick else 5
-        for name, arguments in NAIVE.items():
-            took = plane(arguments, side, quick)["seconds"]
-            variants.setdefault(name, []).append(1e3 * took / side**2)
-        kept = plane(["naive"], side, quick, **KEEP)["seconds"]
-        name = "a TensorDataset, batch 128, allocator told to keep memory"
-        variants.setdefault(name, []).append(1e3 * kept / side**2)
     ours, theirs = (torch.tensor(planes[who]["loss"]).double() for who in ("ours", "naive"))
     return {
         "grid": grid,
         "naive": "a TensorDataset, batch 128",
         "seconds": seconds,
         "naive_over_ours": ratio(seconds, "naive", "ours"),
-        "ms_a_point": variants,
         "ms_a_point_ours": [1e3 * s / grid**2 for s in seconds["ours"]],
         "largest_relative_difference": float(((ours - theirs) / theirs).abs().max()),
         "bar": 3.0,
@@ -270,11 +196,10 @@ def landscape_times(grid: int, rounds: int, quick: bool, before: dict[str, Any])
 
 def main() -> None:
     parser = measure.parser(__doc__, "a smoke run: numbers mean nothing")
-    known = ("product", "eigenvalue", "stopping", "landscape")
+    known = ("product", "eigenvalue", "landscape")
     parser.add_argument("sections", nargs="*", default=list(known), help=f"of {', '.join(known)}")
     parser.add_argument("--grid", type=int, default=25, help="points of a side of the landscape")
     parser.add_argument("--rounds", type=int, default=1, help="of whole landscapes")
-    parser.add_argument("--more", action="store_true", help="add rounds to those in the file")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(known):
         parser.error(f"unknown section {', '.join(unknown)}; known are {', '.join(known)}")
@@ -284,7 +209,6 @@ def main() -> None:
     # Sections take minutes each and may be measured one by one; each says when.
     stored = {} if quick else measure.stored("analysis", options.out)
     report: dict[str, Any] = {k: v for k, v in stored.items() if k in known}
-    before = report.get("landscape", {}) if options.more else {}
     model, x, y = trained(2 if quick else 150, 32 if quick else 256)
     problem = Problem(model, F.cross_entropy, (x, y))
     size = 16 if quick else 64
@@ -293,8 +217,7 @@ def main() -> None:
     works: dict[str, Callable[[], dict[str, Any]]] = {
         "product": lambda: product_times(problem, batches, 1 if quick else 15),
         "eigenvalue": lambda: eigenvalue_products(quick),
-        "stopping": lambda: stopping(1 if quick else 100),
-        "landscape": lambda: landscape_times(grid, rounds, quick, before),
+        "landscape": lambda: landscape_times(grid, rounds, quick),
     }
     for name in options.sections:
         report[name] = {**works[name](), "measured": measure.environment()}

@@ -1,12 +1,12 @@
 """Augmented batches: whole batches of bytes against the usual pipeline, one sample at a time.
 
-    python benchmarks/data.py [--quick] [--root FOLDER] [--threads 2] [--out FILE]
+    python benchmarks/data.py [--quick] [--threads 2] [--out FILE]
 
 Flip, crop with padding, Cutout and normalisation of CIFAR-10 in batches of 128, as
 `steppe.lab.data` does it and as a `Dataset` with per-image transforms in a `DataLoader` does it,
 beside a training step of the ResNet-18 that eats the batches. All are measured in turns within
-one run, so a neighbour's load falls on each alike; medians are compared. Without CIFAR-10 on
-disk random bytes of its shape take its place: the work is the same.
+one run, so a neighbour's load falls on each alike; medians are compared. Random bytes of
+its shape take CIFAR-10's place: the work is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -83,28 +82,21 @@ def training_step(width: float) -> Callable[[], None]:
     return step
 
 
-def training_split(root: Path | None) -> tuple[data.MemorySplit, str]:
-    try:
-        split = data.load("cifar10", root=root, augment=AUGMENT).train
-        assert isinstance(split, data.MemorySplit)
-        return split, "CIFAR-10"
-    except FileNotFoundError:
-        draws = torch.Generator().manual_seed(0)
-        images = torch.randint(0, 256, (50_000, 3, 32, 32), generator=draws, dtype=torch.uint8)
-        labels = torch.randint(0, 10, (50_000,), generator=draws)
-        split = data.MemorySplit(images, labels, CIFAR10).augmented(AUGMENT)
-        return split, "random bytes of CIFAR-10's shape"
+def training_split() -> data.MemorySplit:
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (50_000, 3, 32, 32), generator=draws, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (50_000,), generator=draws)
+    return data.MemorySplit(images, labels, CIFAR10).augmented(AUGMENT)
 
 
 def main() -> None:
     parser = measure.parser(__doc__, "few rounds, narrow network only")
-    parser.add_argument("--root", type=Path, help="folder of the data sets")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
 
-    split, source = training_split(options.root)
+    split = training_split()
     ours, usual = whole_batches(split), per_sample_batches(split)
     vit = whole_batches(split.augmented(("randaugment", "crop", "flip")))
     contenders: dict[str, Callable[[], object]] = {
@@ -118,10 +110,10 @@ def main() -> None:
     repeats = {} if options.quick else REPEATS
     crowded = measure.busy()
     times = measure.in_turns(contenders, 1 if options.quick else 9, repeats)
-    milliseconds = {name: measure.summary(v) for name, v in times.items()}
+    milliseconds = measure.show(times, "ms")
     median = {name: s["median"] for name, s in milliseconds.items()}
     result = {
-        "what": f"batches of {BATCH}, {', '.join(AUGMENT)}, {source}",
+        "what": f"batches of {BATCH}, {', '.join(AUGMENT)}, random bytes of CIFAR-10's shape",
         "milliseconds": milliseconds,
         "speedup": median["per sample"] / median["whole batch"],
         "share_of_step": {
@@ -131,13 +123,6 @@ def main() -> None:
         },
         "threads": options.threads,
     }
-    print(result["what"])
-    for name, s in milliseconds.items():
-        spread = f"({s['low']:.2f} to {s['high']:.2f}, n = {s['n']:.0f})"
-        print(f"  {name:26} {s['median']:9.2f} ms  {spread}")
-    print(f"  per sample / whole batch   {result['speedup']:9.1f}")
-    for name, share in result["share_of_step"].items():
-        print(f"  share of a step, {name:9} {share:9.2%}")
     measure.publish("data", result, options.out, crowded)
 
 

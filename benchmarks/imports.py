@@ -45,10 +45,8 @@ def main() -> None:
         both.append(whole)
         own.append(after_torch)
     found = {"import torch": plain, "import torch, steppe": both, "import steppe after torch": own}
-    times = {name: measure.summary(v) for name, v in found.items()}
-    for name, s in times.items():
-        print(f"{name:28}{s['median']:.3f} s ({s['low']:.3f}–{s['high']:.3f}), n = {s['n']:.0f}")
-    measure.publish("imports", {"seconds": times, "bar": 0.1}, arguments.out, crowded)
+    result = {"seconds": measure.show(found, "s"), "bar": 0.1}
+    measure.publish("imports", result, arguments.out, crowded)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,15 @@ def stored(name: str, out: Path | None = None) -> dict[str, Any]:
     return found
 
 
+def show(times: Mapping[str, Sequence[float]], unit: str) -> dict[str, dict[str, float]]:
+    """Print median, quartiles and n of each, and give them."""
+    found = {name: summary(values) for name, values in times.items()}
+    for name, s in found.items():
+        quartiles = f"[{s['low']:.3f}, {s['high']:.3f}]"
+        print(f"{name:42}{s['median']:10.3f} {unit} {quartiles}, n = {s['n']:.0f}", flush=True)
+    return found
+
+
 def publish(name: str, result: dict[str, Any], out: Path | None, crowded: bool) -> None:
     """Write timings among the published ones, unless the machine was busy; to `out` in any case."""
     if crowded and out is None:

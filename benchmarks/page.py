@@ -42,6 +42,12 @@ def span(s: dict[str, float], digits: int = 1, by: float = 1.0) -> str:
     return f"{median} [{low}, {high}]"
 
 
+def timings(found: Result, unit: str, digits: int = 2, by: float = 1.0) -> str:
+    """A row for each contender: median, quartiles and n."""
+    rows = [[name, span(s, digits, by), f"{s['n']:.0f}"] for name, s in found.items()]
+    return table(["", unit, "n"], rows)
+
+
 def source(result: Result, script: str) -> str:
     count = result.get("threads")
     threads = f", {count} thread{'s' * (count != 1)}" if count else ""
@@ -92,10 +98,9 @@ def step(result: Result) -> list[str]:
 
 def bars(net: str, steps: Result, added: Result, free: Result) -> str:
     sgd, released = steps["SGD"]["median"], added["ARWP, released form"]["median"]
-    bars_of = {"RWP": 0.55, "ARWP": 0.55}
     lines = [
-        f"- {name} adds {verdict(added[name]['median'] / released, bar)} of what the released form adds."
-        for name, bar in bars_of.items()
+        f"- {name} adds {verdict(added[name]['median'] / released, 0.55)} of what the released form adds."
+        for name in ("RWP", "ARWP")
     ]
     if net == "resnet18":
         lines += [
@@ -120,19 +125,18 @@ def bars(net: str, steps: Result, added: Result, free: Result) -> str:
 def scaling(result: Result) -> list[str]:
     names, parts = list(next(iter(result["weights"].values()))), []
     for what, said in (("weights", "weights"), ("tensors", "tensors, a million weights in all")):
-        if what in result:
-            rows = [
-                [f"{int(count):,}", *[span(found[name], 3) for name in names]]
-                for count, found in result[what].items()
-            ]
-            parts.append(f"Milliseconds that are added to a step, by the number of {said}:\n")
-            parts.append(table([what, *names], rows))
-    if found := dict(result.get("embedding", {})):
-        rows = found.pop("rows in the batch")
-        parts.append(
-            f"A net of MiniLM's sizes, 16 sequences of 32 tokens ({rows} of the embedding's 30,522 rows), ms:\n"
-        )
-        parts.append(table(["", "ms"], [[n, span(f, 1)] for n, f in found.items()]))
+        rows = [
+            [f"{int(count):,}", *[span(found[name], 3) for name in names]]
+            for count, found in result[what].items()
+        ]
+        parts.append(f"Milliseconds that are added to a step, by the number of {said}:\n")
+        parts.append(table([what, *names], rows))
+    found = dict(result["embedding"])
+    seen = found.pop("rows in the batch")
+    parts.append(
+        f"A net of MiniLM's sizes, 16 sequences of 32 tokens ({seen} of the embedding's 30,522 rows), ms:\n"
+    )
+    parts.append(table(["", "ms"], [[n, span(f, 1)] for n, f in found.items()]))
     rows = [[b, span(f["SGD"], 2), span(f["added"], 2)] for b, f in result["batches"].items()]
     said = "Cost against the number of weights, of tensors, and the batch"
     return [
@@ -170,19 +174,17 @@ def lora(result: Result) -> list[str]:
 
 def imports(result: Result) -> list[str]:
     own = result["seconds"]["import steppe after torch"]
-    rows = [[name, span(s, 3), f"{s['n']:.0f}"] for name, s in result["seconds"].items()]
     return [
-        table(["", "seconds", "n"], rows),
+        timings(result["seconds"], "seconds", 3),
         f"`import steppe` adds {verdict(own['median'], result['bar'], 3)} s to `import torch`.\n",
     ]
 
 
 def data(result: Result) -> list[str]:
-    rows = [[name, span(s, 2), f"{s['n']:.0f}"] for name, s in result["milliseconds"].items()]
     shares = ", ".join(f"{share:.2%} ({name})" for name, share in result["share_of_step"].items())
     return [
         f"{result['what']}:\n",
-        table(["", "ms", "n"], rows),
+        timings(result["milliseconds"], "ms"),
         f"Whole batches are {result['speedup']:.1f} times faster than samples one by one, and take "
         f"{shares} of a ResNet-18 step.\n",
     ]
@@ -190,10 +192,9 @@ def data(result: Result) -> list[str]:
 
 def parallel(result: Result) -> list[str]:
     base = result["times"]["SGD, one process"]["median"]
-    rows = [[name, span(s, 2, base), f"{s['n']:.0f}"] for name, s in result["times"].items()]
     return [
         f"ResNet-18, batch {result['batch']} per pass, one thread a process:\n",
-        table(["", "× an SGD step in one process", "n"], rows),
+        timings(result["times"], "× an SGD step in one process", by=base),
         "What this shows is on the page about [parallel passes](parallel.md).\n",
     ]
 
@@ -242,7 +243,7 @@ def launches(result: Result) -> list[str]:
         f"{result['bars']['transformer']} for a transformer and {result['bars']['resnet18']} for ResNet-18.\n",
         table(["", *nets], rows),
     ]
-    for net, found in result.get("times", {}).items():
+    for net, found in result["times"].items():
         sgd, wanted = found["SGD"]["median"], result["time_bars"][net]
         rows = [
             [name, f"{s['median'] / sgd:.2f}", f"{wanted[name]:g}" if name in wanted else ""]

@@ -126,24 +126,19 @@ def report(
     volumes: dict[str, int],
     load: float,
 ) -> None:
-    found = {name: measure.summary(values) for name, values in times.items()}
-    base = found["SGD, one process"]["median"]
-    floor = found["SGD, two processes, a batch each"]["median"]
-    print(
-        f"ResNet-18, width {arguments.width:g}, batch {arguments.batch} per pass, n = {arguments.rounds}"
+    found = measure.show(times, "s")
+    for name, count in volumes.items():
+        print(f"{name:42}{count / 1e6:10.2f} MB sent")
+    base, floor, ours = (
+        found[name]["median"]
+        for name in (
+            "SGD, one process",
+            "SGD, two processes, a batch each",
+            "m-ARWP, two processes, a batch each",
+        )
     )
-    print(f"{'':42}{'s a step':>10}{'quartiles':>16}{'× SGD':>8}{'MB sent':>10}")
-    for name, s in found.items():
-        sent = f"{volumes[name] / 1e6:.2f}" if name in volumes else ""
-        span = f"{s['low']:.3f}–{s['high']:.3f}"
-        print(f"{name:42}{s['median']:>10.3f}{span:>16}{s['median'] / base:>8.2f}{sent:>10}")
-    name = "SAM, two processes, global ascent"
-    print(f"{name:42}{'':34}{volumes[name] / 1e6:>10.2f}")
-    ours = found["m-ARWP, two processes, a batch each"]["median"]
-    print(
-        f"m-ARWP over two processes: {ours / base:.2f} × SGD in one, {ours / floor:.2f} × two-process SGD"
-    )
-    print(f"load before the run: {load} (two processes of our own make 2)")
+    over = f"{ours / base:.2f} × SGD in one, {ours / floor:.2f} × two-process SGD"
+    print(f"m-ARWP over two processes: {over}")
     result = {
         "batch": arguments.batch,
         "width": arguments.width,

@@ -14,10 +14,8 @@ median of the differences of neighbours.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -65,10 +63,8 @@ def over_sizes(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, dict
     for size in sizes:
         steps = {"SGD's own step": sgd_step(*size)} | {n: added(*size, n) for n in METHODS}
         turns = rounds if size[0] >= 10**7 else 5 * rounds
-        times = measure.in_turns(steps, turns)
-        found.append({name: measure.summary(v) for name, v in times.items()})
-        row = "".join(f"{name} {s['median']:.3f}  " for name, s in found[-1].items())
-        print(f"{size[0]:>11,} weights in {size[1]:>4} tensors, ms: {row}", flush=True)
+        print(f"{size[0]:,} weights in {size[1]:,} tensors")
+        found.append(measure.show(measure.in_turns(steps, turns), "ms"))
     return found
 
 
@@ -124,8 +120,7 @@ def embedding(rounds: int, **sizes: int) -> dict[str, object]:
         "RWP adds, embedding left out": adds(exclude=("embedding*",)),
         "drawing the embedding's noise": draw,
     }
-    found = {n: measure.summary(t) for n, t in measure.in_turns(steps, rounds).items()}
-    print("embedding, ms: " + ", ".join(f"{n} {s['median']:.2f}" for n, s in found.items()))
+    found = measure.show(measure.in_turns(steps, rounds), "ms")
     return {**found, "rows in the batch": len(tokens.unique())}
 
 
@@ -149,22 +144,15 @@ def over_batches(batches: list[int], rounds: int) -> dict[str, object]:
         steps = {"SGD": stepper(steppe.sgd()), "ARWP": stepper(steppe.arwp(0.001))}
         times = measure.in_turns(steps, 5 * rounds)
         extra = [b - a for a, b in zip(times["SGD"], times["ARWP"], strict=True)]
-        found[str(batch)] = {"SGD": measure.summary(times["SGD"]), "added": measure.summary(extra)}
-        here = found[str(batch)]
-        print(
-            f"batch {batch:>5}, ms: SGD {here['SGD']['median']:.2f}, ARWP adds "
-            f"{here['added']['median']:.2f} ({here['added']['low']:.2f} to {here['added']['high']:.2f})",
-            flush=True,
-        )
+        print(f"batch {batch}")
+        found[str(batch)] = measure.show({"SGD": times["SGD"], "added": extra}, "ms")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "two small sizes, two rounds")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="two small sizes, two rounds")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     crowded = measure.busy()

@@ -32,10 +32,9 @@ class Compared:
     def place(self) -> str:
         return place_of(self.findings.study, self.setting)
 
-    @property
-    def equivalent(self) -> bool:
+    def equivalent(self, margin: float = MARGIN) -> bool:
         """Whether they are the same within the margin; a missing difference is not enough."""
-        return equivalent(self.findings.pairs(self.claim), MARGIN)
+        return equivalent(self.findings.pairs(self.claim), margin)
 
 
 def place_of(study: Study, setting: Setting) -> str:

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from scipy import stats
 
-from steppe.lab.statistics import (
-    ALPHA,
-    ENOUGH,
-    Difference,
-    equivalent,
-    half_width,
-    mean_std,
-    mean_words,
-)
+from steppe.lab.statistics import ALPHA, half_width, mean_std, mean_words
 from steppe.lab.tables import Table, join_words, signed
+from studies.comparisons import Compared, compared
 from studies.definitions import Setting
-from studies.findings import Claim, Findings
+from studies.findings import Findings, Pair
 
 POWER = 0.8
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A method at its default strength against its reference, on seeds enough for a verdict."""
-
-    setting: Setting
-    claim: Claim
-    difference: Difference
-    values: list[float]
-    margin: float
-
-    @property
-    def verdict(self) -> str:
-        """Equivalent where two one-sided tests say so; else what Holm's test says of the difference."""
-        if equivalent(self.values, self.margin):
-            return "equivalent"
-        decided = self.difference.verdict in ("better", "worse")
-        return self.difference.verdict if decided else "inconclusive"
 
 
 def detectable(std: float, n: int) -> float:
@@ -54,17 +27,25 @@ def detectable(std: float, n: int) -> float:
     return (level + power) * std * math.sqrt(2 / n)
 
 
-def judged(findings: Findings) -> Iterator[Judged]:
-    """Every method against its reference, setting by setting."""
+def judged(findings: Findings) -> list[tuple[Compared, str]]:
+    """Every method at its default strength against its reference, and the verdict.
+
+    Equivalent where two one-sided tests say so; else what Holm's test says of the difference.
+    """
     margin = findings.study.margin
     if margin is None:
-        return
-    for setting in findings.study.settings:
-        for name in map(setting.called, setting.methods[1:]):
-            claim = Claim(setting.name, "defaults", name, setting.reference(name))
-            difference = findings.differences.get(claim)
-            if difference is not None and difference.n >= ENOUGH:
-                yield Judged(setting, claim, difference, findings.pairs(claim), margin)
+        return []
+
+    def pairs(setting: Setting) -> list[Pair]:
+        names = map(setting.called, setting.methods[1:])
+        return [(name, setting.reference(name)) for name in names]
+
+    found: list[tuple[Compared, str]] = []
+    for each in compared([findings], pairs):
+        decided = each.difference.verdict in ("better", "worse")
+        verdict = each.difference.verdict if decided else "inconclusive"
+        found.append((each, "equivalent" if each.equivalent(margin) else verdict))
+    return found
 
 
 def power_table(findings: Findings) -> Table | None:
@@ -89,15 +70,15 @@ def power_table(findings: Findings) -> Table | None:
 def verdict_table(findings: Findings) -> Table | None:
     """Every method against its reference, with the verdict by equivalence; None in other studies."""
     rows = []
-    for each in judged(findings):
-        wide = half_width(mean_std(each.values)[1], each.difference.n, 2 * ALPHA)
-        low, high = (signed(each.difference.mean + side * wide) for side in (-1, 1))
+    for each, verdict in judged(findings):
+        mean, std = mean_std(findings.pairs(each.claim))
+        wide = half_width(std, each.difference.n, 2 * ALPHA)
         rows.append(
             (
                 each.setting.title,
                 f"{each.claim.first} − {each.claim.second}",
-                f"{signed(each.difference.mean)} [{low}, {high}]",
-                each.verdict,
+                f"{signed(mean)} [{signed(mean - wide)}, {signed(mean + wide)}]",
+                verdict,
                 str(each.difference.n),
             )
         )
@@ -114,13 +95,14 @@ def verdict_words(found: Sequence[Findings]) -> list[str]:
     """A sentence for each study that confirms defaults and has verdicts."""
     sentences = []
     for findings in found:
-        every = list(judged(findings))
+        every = judged(findings)
+        verdicts = [verdict for _, verdict in every]
         kinds = ("equivalent", "better", "inconclusive", "worse")
-        counts = [f"{sum(e.verdict == kind for e in every)} {kind}" for kind in kinds]
+        counts = [f"{verdicts.count(kind)} {kind}" for kind in kinds]
         lost = [
-            f"{e.claim.first} on {e.setting.title} ({signed(e.difference.mean)})"
-            for e in every
-            if e.verdict == "worse"
+            f"{each.claim.first} on {each.setting.title} ({signed(each.difference.mean)})"
+            for each, verdict in every
+            if verdict == "worse"
         ]
         if every:
             sentences.append(

@@ -151,32 +151,34 @@ def _recorded(config: Config, steps: int, **changes: object) -> Config:
 
 
 def _digits() -> Study:
-    mlp = _recorded(recipe("digits"), 600, eval_every=2)
-    resnet = _recorded(recipe("digits-resnet"), 600)
-    clean = {"label_noise": 0.0}
-
-    def whole(name: str, title: str, config: Config, seeds: int, seconds: float) -> Setting:
-        return Setting(
-            name,
-            title,
+    groups = []
+    for net, title, config, seeds, seconds in (
+        ("mlp", "MLP", _recorded(recipe("digits"), 600, eval_every=2), 20, 1.3),
+        ("resnet", "small ResNet", _recorded(recipe("digits-resnet"), 600), 10, 5.4),
+    ):
+        noisy = Setting(
+            f"{net}-noisy",
+            f"{title}, 20 % label noise",
             config,
             seeds,
             seconds,
             tuned_controls=CONTROLS,
             lengths=METHODS,
+            sweeps=SWEEPS if net == "mlp" else {},
             minima=True,
         )
-
-    noisy_mlp = whole("mlp-noisy", "MLP, 20 % label noise", mlp, 20, 1.3)
-    clean_mlp = whole("mlp-clean", "MLP, clean labels", mlp.override(clean), 20, 1.3)
-    noisy_resnet = whole("resnet-noisy", "small ResNet, 20 % label noise", resnet, 10, 5.4)
-    clean_resnet = whole(
-        "resnet-clean", "small ResNet, clean labels", resnet.override(clean), 10, 5.4
-    )
+        clean = replace(
+            noisy,
+            name=f"{net}-clean",
+            title=f"{title}, clean labels",
+            config=config.replace(label_noise=0.0),
+            sweeps={},
+        )
+        groups.append((noisy, clean))
     return Study(
         "digits",
         "Digits",
-        ((replace(noisy_mlp, sweeps=SWEEPS), clean_mlp), (noisy_resnet, clean_resnet)),
+        tuple(groups),
         cut=(
             "Sweeps (the paper's Figures 2 to 4) were run for the MLP with noisy labels alone, on five seeds.",
         ),

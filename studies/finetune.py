@@ -67,13 +67,7 @@ MEASURES = ("reviews", "tweets", "4 bits", "3 bits", "tweets, 3 bits", "calibrat
 
 @dataclass(frozen=True)
 class Run:
-    """One training: everything that makes it another.
-
-    >>> Run("lora", 200, 0.2, "flat_lora:rise=.05", 1e-3, seed=0) == Run(
-    ...     "lora", 200, 0.2, "flat_lora:rise=.05", 1e-3, seed=1
-    ... )
-    False
-    """
+    """One training: everything that makes it another."""
 
     kind: str
     size: int
@@ -117,37 +111,20 @@ class Data:
         for rows in self.rows.values():
             random.Random(0).shuffle(rows)
 
-    def _mixed(self, first: int, count: int) -> list[tuple[str, int]]:
-        return [
-            row
-            for name in ("amazon", "movies")
-            for row in self.rows[name][first : first + count // 2]
-        ]
-
-    @cached_property
-    def reviews(self) -> Texts:
-        return Texts(self.folder, self._mixed(0, TEST))
-
-    @cached_property
-    def validation(self) -> Texts:
-        return Texts(self.folder, self._mixed(TEST // 2, VALIDATION))
-
-    @cached_property
-    def tweets(self) -> Texts:
-        return Texts(self.folder, self.rows["tweets"][:TEST])
+        half, used = TEST // 2, (TEST + VALIDATION) // 2
+        both = self.rows["amazon"], self.rows["movies"]
+        self.reviews = Texts(self.folder, [row for rows in both for row in rows[:half]])
+        self.validation = Texts(self.folder, [row for rows in both for row in rows[half:used]])
+        self.tweets = Texts(self.folder, self.rows["tweets"][:TEST])
+        self.rest = [rows[used:] for rows in both]
 
     def training(self, run: Run) -> Texts:
         """Drawn by the seed from what is neither validation nor test; some labels turned round."""
-        chance, used = random.Random(run.seed), (TEST + VALIDATION) // 2
-        rows = [
-            row
-            for name in ("amazon", "movies")
-            for row in chance.sample(self.rows[name][used:], run.size // 2)
-        ]
+        chance = random.Random(run.seed)
+        rows = [row for rest in self.rest for row in chance.sample(rest, run.size // 2)]
         wrong = set(chance.sample(range(run.size), round(run.wrong * run.size)))
-        return Texts(
-            self.folder, [(t, 1 - y if n in wrong else y) for n, (t, y) in enumerate(rows)]
-        )
+        turned = [(text, 1 - y if n in wrong else y) for n, (text, y) in enumerate(rows)]
+        return Texts(self.folder, turned)
 
 
 def measure(run: Run, data: Data) -> dict[str, Any]:

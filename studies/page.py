@@ -45,7 +45,8 @@ one for each run, with its config, environment and commit. These are not the pap
 READING = """## How to read it
 
 Every method starts from the baseline's initial weights and sees its batches in its order; the mixed
-methods (m-RWP, m-ARWP) see a second batch. Differences are paired by seed and have t-intervals at the
+methods (m-RWP, m-ARWP) see a second batch, and are compared with the baseline on both in the
+confirmation of the defaults. Differences are paired by seed and have t-intervals at the
 level of Holm's test, which corrects over all primary comparisons of a study, and over its secondary
 ones apart. Below five seeds nothing is tested. Accuracy is that of the final model on test data;
 hyperparameters were chosen on validation data. [How the runs are made](studies.md#how-runs-are-compared).

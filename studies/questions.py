@@ -103,9 +103,9 @@ def match_answer(found: Sequence[Findings]) -> str:
     made = compared(found, matching)
     if not made:
         return NOTHING
-    same = [each for each in made if each.equivalent]
+    same = [each for each in made if each.equivalent()]
     better, worse = _of(made, "better"), _of(made, "worse")
-    good = [each for each in made if each.equivalent or each.difference.verdict == "better"]
+    good = [each for each in made if each.equivalent() or each.difference.verdict == "better"]
     word = "Yes" if len(good) == len(made) else "In part" if good else "No"
     words = f"{word}: equivalent within {MARGIN:g} points in {len(same)} of {len(made)} settings"
     for which, verdict in ((better, "better"), (worse, "worse")):

@@ -14,12 +14,10 @@ COMMANDS = {
     "memory": ["memory.py", "--quick", "--width", "256"],
     "lora": ["memory.py", "--lora", "--quick", "--width", "256"],
     "data": ["data.py", "--quick"],
-    "convolution": ["convolution.py", "--quick"],
     "scaling": ["scaling.py", "--quick"],
     "launches": ["launches.py", "--quick"],
     "imports": ["imports.py", "--quick"],
     "analysis": ["analysis.py", "--quick"],
-    "endings": ["endings.py", "--quick"],
 }
 
 

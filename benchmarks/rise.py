@@ -179,14 +179,16 @@ def missing(lines: Lines, runs: Iterable[Run]) -> list[Run]:
 
 
 def to_do(lines: Lines) -> list[Run]:
-    """The next runs of the first stage that is not complete."""
+    """The next runs of the first stage that is not complete; CIFAR-10, which takes longest, at the end."""
     left = missing(
         lines, sorted(stage_1(), key=lambda run: (SETTINGS[run.setting].seconds, -run.bound))
     )
     if not left:
-        left = missing(lines, stage_2(lines, *combination(lines)))
-        left.sort(key=lambda run: SETTINGS[run.setting].seconds > 30)  # CIFAR-10 last
-    return left or missing(lines, stage_3(lines)) or missing(lines, stage_4())
+        chosen = missing(lines, stage_2(lines, *combination(lines)))
+        stages = (chosen, missing(lines, stage_3(lines)))
+        short = [[run for run in runs if run.setting != "cifar10"] for runs in stages]
+        left = next((runs for runs in (*short, *stages) if runs), [])
+    return left or missing(lines, stage_4())
 
 
 def combination(lines: Lines) -> tuple[int, float]:

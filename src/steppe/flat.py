@@ -268,7 +268,7 @@ class FlatMemory:
         self.clear()
 
     def clear(self) -> None:
-        self._key: tuple[list[object], ...] = ()
+        self._key: tuple[Sequence[object], ...] = ()
         self.active: list[Perturbed] = []
         """The parameters that it is laid out for."""
         self.flats: list[Flat] = []

@@ -204,10 +204,10 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         return added(noted, squares)
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
-        self._learn(weights.per_filter(notes), *state["history"], scale)
+        self._learn(weights.per_filter(notes), state["history"][0], scale)
 
     def learn(self, weights: Weights, state: State, grads: Gradients, scale: Scale) -> None:
-        self._learn(weights.filter_norms(grads).square(), *state["history"], scale)
+        self._learn(weights.filter_norms(grads).square(), state["history"][0], scale)
 
     def _learn(self, squares: Tensor, history: Tensor, scale: Scale) -> None:
         """A step with any non-finite gradient is dropped whole, without asking the device."""

@@ -111,7 +111,7 @@ class Weights:
 
     def norm_per_entry(self) -> Tensor:
         """‖w‖ / sqrt(d): the std at which all weights together are displaced by their length."""
-        return torch.linalg.vector_norm(self.filter_norms()) * self.sizes.sum().rsqrt()
+        return self.sizes.sum().rsqrt().mul(torch.linalg.vector_norm(self.filter_norms()))
 
     def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""

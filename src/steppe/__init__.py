@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from steppe import lab as lab
     from steppe import report as report
     from steppe import testing as testing
-    from steppe.analysis import theory as theory
+    from steppe import theory as theory
     from steppe.attaching import attach, perturbed
     from steppe.batchnorm import recompute_norm_stats
     from steppe.distributed import process_group
@@ -84,16 +84,14 @@ _MODULES = (
 )
 """Where the names of `__all__` are defined."""
 
-_PACKAGES = {
-    name: f"steppe.{name}" for name in ("analysis", "integrations", "lab", "report", "testing")
-} | {"theory": "steppe.analysis.theory"}
+_PACKAGES = ("analysis", "integrations", "lab", "report", "testing", "theory")
 """What an attribute imports: `steppe.analysis` needs no `import steppe.analysis`."""
 
 
 def __getattr__(name: str) -> Any:
     """Public names and packages, imported when first used: `steppe --help` needs no torch."""
     if name in _PACKAGES:
-        return importlib.import_module(_PACKAGES[name])
+        return importlib.import_module(f"steppe.{name}")
     if name in __all__:
         for module in _MODULES:
             found = vars(importlib.import_module(f"steppe.{module}"))

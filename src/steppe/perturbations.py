@@ -184,17 +184,14 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         return super().std(weights, state, step) * self.factor(state)
 
     def factor(self, state: State) -> Tensor:
-        """(1 + eta v_j)^(-exponent): how much of the noise is left, per filter.
-
-        With a rise, v_j is taken relative to its mean over all filters, whatever the loss's unit, and
-        the factor to its own: it shapes the noise, and the rise alone sets its size.
+        """(1 + eta v_j)^(-exponent) per filter. With a rise, v_j and the factor are taken relative to
+        their means over all filters: whatever the loss's unit, and the rise alone sets the noise's size.
         """
         (history,) = state["history"]
         if self.rise is None:
             return self.left(history)
         shape = torch.add(history.mean(), history, alpha=self.eta).clamp_(min=1e-30)
-        shape = shape.pow_(-self.exponent)
-        return shape.div_(shape.mean())
+        return shape.pow_(-self.exponent).div_(shape.mean())
 
     def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
         if weights.shards.several:  # gradients of single passes are whole there, not sharded

@@ -277,13 +277,11 @@ class Perturber:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a run needs to resume bit-exactly: step, seed and history."""
         training, weights = self._training, self._training.weights
-        # where a function lies in memory is no setting of it
-        settings = UNSAID.sub("", repr(self.method))
         return {
             "format": FORMAT,
             "noise": VERSION,
             "method": self.method.name,
-            "settings": settings,
+            "settings": UNSAID.sub("", repr(self.method)),
             "seed": training.seed,
             "step": self.step,
             "incomplete": training.incomplete,

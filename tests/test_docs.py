@@ -64,6 +64,21 @@ def test_every_argument_of_a_method_is_explained():
     assert said == taken
 
 
+METHODS = [
+    function
+    for name, function in inspect.getmembers(steppe.methods, inspect.isfunction)
+    if name in steppe.__all__ and inspect.signature(function).parameters
+]
+
+
+@pytest.mark.parametrize("function", [steppe.attach, *METHODS], ids=lambda f: f.__name__)
+def test_every_argument_is_in_the_docstring(function):
+    """In a section that the reference renders, each once and in order."""
+    section = inspect.getdoc(function).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    said = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+    assert said == list(inspect.signature(function).parameters)
+
+
 HOME = "https://github.com/steppe-torch/steppe/blob/main/"
 RAW = "https://raw.githubusercontent.com/steppe-torch/steppe/main/"
 README = (ROOT / "README.md").read_text(encoding="utf-8")

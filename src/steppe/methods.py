@@ -1,16 +1,4 @@
-"""Methods: every algorithm as a tuple of passes.
-
-sgd()              = [clean]
-rwp(s)             = [Gaussian(s)]
-arwp(s, eta, beta) = [AdaptiveGaussian(s, eta, beta)]
-mixed(m, lam)      = [(clean, 1-lam), (m, lam)]             m_rwp, m_arwp
-sam(rho)           = [(clean, 0), (Ascent(rho), 1)]         same batch, in sequence
-asam(rho)          = sam with the ascent scaled by |w|
-lpf_sgd(s, M)      = [(Gaussian(s), 1/M)] * M               a fresh eps each
-antithetic_rwp(s)  = [(Gaussian(s), 1/2), (the same eps, negated, 1/2)]
-msam(rho)          = [MomentumAscent(rho)]
-flat_lora(r)       = [Gaussian(r)] on the merged weights of LoRA layers
-"""
+"""Methods: every algorithm as a tuple of passes (docs/methods.md writes each as a line)."""
 
 from __future__ import annotations
 
@@ -151,8 +139,14 @@ def rwp(
 ) -> Method:
     """Random weight perturbation: the gradient at w + eps, eps filter-wise Gaussian. One pass.
 
-    The paper raises sigma over training: `rwp(cosine_increase(0, 0.01, steps))`. `rise` gives the
-    strength by its effect: by how much eps may raise the expected training loss, in the loss's unit.
+    Args:
+        sigma: std of eps per entry as a part of its filter's norm, at least 0; the paper uses 0.005 to 0.02.
+        ratio: length of eps on a filter as a part of the filter's length, at least 0; 0.05 to 0.6 are usual.
+        rise: by how much eps may raise the expected training loss, in the loss's unit; 0.02 to 0.2 nats are usual.
+        isotropic: sigma is the std itself, the same for every weight.
+
+    Give one strength, a number or a schedule such as `cosine_increase(0, 0.01, steps)`. Without one it is the
+    default: a rise, see docs/choosing.md.
 
     Examples:
         >>> rwp(0.01).passes
@@ -174,10 +168,14 @@ def arwp(
 ) -> Method:
     """Adaptive random weight perturbation: less noise where gradients have been large. One pass.
 
-    `exponent` is 1/4 as the paper prints it; the authors' released code computes 1/2.
-    `elementwise` is the paper's first form, with a history per weight and no filter norms. `eta` is
-    0.1 with sigma or ratio, as in the paper; with `rise` the history is taken relative to its mean
-    over all filters, and `eta` is 10.
+    Args:
+        sigma: as in `rwp`, like ratio and rise. The noise is multiplied by (1 + eta v)^(-exponent).
+        ratio: length of eps on a filter, as a part of the filter's length.
+        rise: as in `rwp`; the history v is then relative to its mean over all filters.
+        eta: how strongly past gradients shrink the noise, at least 0 (RWP). 0.1 as in the paper, 10 with a rise.
+        beta: memory of the history, v <- beta v + ‖g‖², in [0, 1).
+        exponent: at least 0; 1/4 is the paper's formula, 1/2 the authors' code.
+        elementwise: a history per weight and no filter norms, the paper's first form; needs sigma or rise.
     """
     if elementwise:
         if ratio is not None or (sigma is None and rise is None):
@@ -197,8 +195,11 @@ def arwp(
 def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
     """A one-pass method mixed with the clean gradient: lam g(w + eps) + (1 - lam) g(w). Two passes.
 
-    The two gradients take different batches and do not need each other, so that two devices run
-    them at once. `same_batch=True` is the paper's ablation.
+    Args:
+        method: of one pass, such as `rwp()` or `flat_lora()`.
+        lam: weight of the perturbed gradient, in [0, 1].
+        same_batch: both gradients from one batch, the paper's ablation. Otherwise each has its own, and two
+            devices run them at once.
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam must be in [0, 1], got {lam}.")
@@ -226,7 +227,16 @@ def m_rwp(
     lam: float = 0.5,
     same_batch: bool = False,
 ) -> Method:
-    """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes."""
+    """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes.
+
+    Args:
+        sigma: as in `rwp`, like ratio, rise and isotropic.
+        ratio: length of eps on a filter, as a part of the filter's length.
+        rise: of the perturbed pass, not of the mixture.
+        isotropic: sigma is the std itself, the same for every weight.
+        lam: weight of the perturbed gradient, in [0, 1].
+        same_batch: both gradients from one batch; see `mixed`.
+    """
     ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS, isotropic)
     noise = rwp(sigma, ratio=ratio, rise=rise, isotropic=isotropic)
     method = mixed(noise, lam, same_batch=same_batch)
@@ -245,7 +255,19 @@ def m_arwp(
     lam: float = 0.5,
     same_batch: bool = False,
 ) -> Method:
-    """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices."""
+    """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices.
+
+    Args:
+        sigma: as in `rwp`, like ratio and rise.
+        ratio: length of eps on a filter, as a part of the filter's length.
+        rise: of the perturbed pass, not of the mixture.
+        eta: how strongly past gradients shrink the noise; as in `arwp`, like beta and exponent.
+        beta: memory of the history, in [0, 1).
+        exponent: 1/4 is the paper's formula, 1/2 the authors' code.
+        elementwise: a history per weight and no filter norms.
+        lam: weight of the perturbed gradient, in [0, 1].
+        same_batch: both gradients from one batch; see `mixed`.
+    """
     defaults = None
     if not elementwise:
         ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS)
@@ -263,9 +285,11 @@ def sam(
 ) -> Method:
     """Sharpness-aware minimization: the gradient at w + rho g/‖g‖. Two passes, in sequence.
 
-    rho is 0.05 unless given; `rise` sets rho = rise / ‖g‖ instead, at most 0.5.
-    `m`: m-sharpness, each part of m samples with an ascent of its own. `same_batch=False` takes the
-    two gradients from different batches, which is known to hurt (paper, batch ablation).
+    Args:
+        rho: length of the ascent step, at least 0.
+        m: m-sharpness: each part of m samples has an ascent of its own; at least 1.
+        same_batch: False takes the two gradients from different batches, which hurts (paper, batch ablation).
+        rise: in place of rho: rho = rise / ‖g‖, at most 0.5. In the loss's unit.
     """
     if m is not None and (m < 1 or not same_batch):
         problem = f"got m={m}" if m < 1 else "and m-sharpness needs same_batch=True"
@@ -281,7 +305,10 @@ def sam(
 def asam(rho: Strength | None = None, eta: float = 0.01, *, rise: Strength | None = None) -> Method:
     """Adaptive SAM: the ascent scaled by |w| + eta, so that rescaled layers look the same.
 
-    rho is 0.5 unless given; `rise` sets rho = rise / ‖T g‖ instead, at most 5.
+    Args:
+        rho: length of the ascent step in weights divided by their size T = |w| + eta, at least 0.
+        eta: added to the size of each weight, at least 0.
+        rise: in place of rho: rho = rise / ‖T g‖, at most 5. In the loss's unit.
     """
     rho = 0.5 if rho is rise is None else rho
     ascent = Ascent(rho, adaptive=True, eta=eta, rise=rise)
@@ -291,7 +318,13 @@ def asam(rho: Strength | None = None, eta: float = 0.01, *, rise: Strength | Non
 def lpf_sgd(
     sigma: Strength | None = None, samples: int = 8, *, rise: Strength | None = None
 ) -> Method:
-    """LPF-SGD: the batch in `samples` slices, each at its own w + eps."""
+    """LPF-SGD: the batch in `samples` slices, each at its own w + eps.
+
+    Args:
+        sigma: std of eps per entry as a part of its filter's norm, at least 0.
+        samples: slices of the batch, at least 1.
+        rise: as in `rwp`, in place of sigma.
+    """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}.")
     one = Pass(Gaussian(sigma, rise=rise), weight=1 / samples, fresh=True)
@@ -305,7 +338,14 @@ def antithetic_rwp(
     rise: Strength | None = None,
     isotropic: bool = False,
 ) -> Method:
-    """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch."""
+    """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch.
+
+    Args:
+        sigma: as in `rwp`, like the others.
+        ratio: length of eps on a filter, as a part of the filter's length.
+        rise: by how much eps may raise the expected training loss.
+        isotropic: sigma is the std itself, the same for every weight.
+    """
     ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
     noise = Gaussian(sigma, ratio, isotropic, rise)
     pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
@@ -313,7 +353,12 @@ def antithetic_rwp(
 
 
 def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
-    """Momentum SAM: the perturbation is the momentum of past gradients. One pass."""
+    """Momentum SAM: the perturbation is the momentum of past gradients. One pass.
+
+    Args:
+        rho: length of the step against the momentum, at least 0.
+        momentum: memory of the gradients, v <- momentum v + g, in [0, 1).
+    """
     return Method("msam", (Pass(MomentumAscent(rho, momentum)),))
 
 
@@ -321,7 +366,11 @@ def flat_lora(*, ratio: Strength | None = None, rise: Strength | None = None) ->
     """Flat-LoRA: RWP on the merged weights W + s B A of a PEFT model; A and B alone are trained. One pass.
 
     The noise is on the frozen base, with a std from the rows of the merged weight, out of place: the base
-    is neither written nor copied. `rise` is 0.05 unless a strength is given.
+    is neither written nor copied.
+
+    Args:
+        ratio: length of the noise on a row as a part of the merged row's length, at least 0; the paper's unit.
+        rise: by how much the noise may raise the expected training loss; the default, see docs/choosing.md.
     """
     rise = 0.05 if ratio is rise is None else rise
     return Method("flat_lora", (Pass(Gaussian(ratio=ratio, rise=rise)),), merged=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from steppe.layout import local
 from steppe.noise import Draw
 from steppe.perturbations import Gradients, Perturbation, Scale, State, check_nonnegative
-from steppe.schedules import Strength, check_strength, strength_at
+from steppe.schedules import Strength, check_number, check_strength, strength_at
 from steppe.strength import Steering, one_strength
 from steppe.weights import Weights
 
@@ -86,6 +86,7 @@ class MomentumAscent(Perturbation):
 
     def __post_init__(self) -> None:
         check_strength("rho", self.rho)
+        check_number("momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
 

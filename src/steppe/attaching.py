@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from steppe import methods
 from steppe.distributed import AscentOf, Noise, PassesOver, find_ranks
 from steppe.frozen import FrozenLinear, LowRank, find_frozen
 from steppe.hooks import Hooks, attached
@@ -133,7 +134,7 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
     for name in ("optimizer", "base_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer) and (
-            inner.param_groups is optimizer.param_groups
+            inner.param_groups is getattr(optimizer, "param_groups", None)
         ):
             return inner
     return None
@@ -158,8 +159,8 @@ def choose(
 ) -> Choice:
     """Sort the parameters of model and optimizer, or say what does not fit."""
     names = parameter_names(model)
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    included = [include_frozen] if isinstance(include_frozen, str) else list(include_frozen)
+    patterns = _patterns("exclude", exclude)
+    included = _patterns("include_frozen", include_frozen)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     strangers = [p for p in groups if p not in names]
     if groups and len(strangers) == len(groups):
@@ -193,6 +194,15 @@ def choose(
     order = {param: number for number, param in enumerate(groups)}
     perturbed.sort(key=lambda entry: order.get(entry[1], len(order)))
     return Choice(perturbed, skipped, frozen)
+
+
+def _patterns(option: str, given: Any) -> list[str]:
+    one = isinstance(given, str) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if one else list(given)
+    for name in (name for name in found if not isinstance(name, str)):
+        example = f'{option}=("*.weight",)'
+        raise TypeError(f"{option} takes names of parameters, as in {example}; got {_kind(name)}.")
+    return found
 
 
 def _excluded(names: Iterable[str], patterns: Iterable[str]) -> str | None:
@@ -291,10 +301,14 @@ def _check_kinds(
     model: object, optimizer: object, method: object, seed: object, scaler: object
 ) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {_kind(model)}. The order is attach(model, optimizer, "
+            "method)."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. Make one first: "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -302,14 +316,18 @@ def _check_kinds(
             "an optimizer that takes one gradient a step (SGD, Adam, AdamW, …)."
         )
     if not isinstance(method, Method):
-        name = getattr(method, "__name__", "arwp")
-        hint = f" Did you mean steppe.{name}()?" if callable(method) else ""
+        name = getattr(method, "__name__", str(method).replace("-", "_"))
+        hint = f" Did you mean steppe.{name}()?" if hasattr(methods, name) else ""
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
     check_seed(seed)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _check_options(

@@ -15,7 +15,7 @@ from steppe.perturbations import (
     Gaussian,
     Perturbation,
 )
-from steppe.schedules import Strength, needs_steps, with_steps
+from steppe.schedules import Strength, check_number, needs_steps, with_steps
 
 Feed = Literal["one", "each", "slices"]
 """What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""
@@ -51,6 +51,9 @@ class Method:
     """Perturb the merged weights of LoRA layers, by noise on their frozen base, and nothing else."""
 
     def __post_init__(self) -> None:
+        for p in self.passes:
+            if not (isinstance(p, Pass) and isinstance(p.perturbation, Perturbation | None)):
+                raise TypeError(f"A pass is such as steppe.Pass(steppe.Gaussian(0.01)), got {p}.")
         if not self.passes:
             raise ValueError("A method needs at least one pass.")
         total = sum(p.weight for p in self.passes)
@@ -201,6 +204,9 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
         same_batch: both gradients from one batch, the paper's ablation. Otherwise each has its own, and two
             devices run them at once.
     """
+    if not isinstance(method, Method):
+        raise TypeError(f"mixed() takes a method such as steppe.rwp(), got {method!r}.")
+    check_number("lam", lam)
     if not 0 <= lam <= 1:
         raise ValueError(f"lam must be in [0, 1], got {lam}.")
     if len(method.passes) != 1:
@@ -291,8 +297,8 @@ def sam(
         same_batch: False takes the two gradients from different batches, which hurts (paper, batch ablation).
         rise: in place of rho: rho = rise / ‖g‖, at most 0.5. In the loss's unit.
     """
-    if m is not None and (m < 1 or not same_batch):
-        problem = f"got m={m}" if m < 1 else "and m-sharpness needs same_batch=True"
+    if m is not None and not (isinstance(m, int) and m >= 1 and same_batch):
+        problem = f"got m={m!r}" if same_batch else "and m-sharpness needs same_batch=True"
         raise ValueError(f"m is the number of samples in a part, at least 1, {problem}.")
     return Method(
         "sam",
@@ -325,8 +331,7 @@ def lpf_sgd(
         samples: slices of the batch, at least 1.
         rise: as in `rwp`, in place of sigma.
     """
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}.")
+    check_number("samples", samples, whole=True)
     one = Pass(Gaussian(sigma, rise=rise), weight=1 / samples, fresh=True)
     return Method("lpf_sgd", (one,) * samples, feed="slices")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steppe.layout import filter_norms, local
 from steppe.noise import Draw
-from steppe.schedules import Strength, strength_at
+from steppe.schedules import Strength, check_number, strength_at
 from steppe.strength import Steering, one_strength
 from steppe.weights import Weights
 
@@ -288,10 +288,12 @@ def added(noted: Gradients, new: Gradients) -> Gradients:
 def check_adaptive(eta: float, beta: float, exponent: float) -> None:
     check_nonnegative("eta", eta)
     check_nonnegative("exponent", exponent)
+    check_number("beta", beta)
     if not 0 <= beta < 1:
         raise ValueError(f"beta must be in [0, 1), got {beta}.")
 
 
 def check_nonnegative(name: str, value: float) -> None:
+    check_number(name, value)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steppe.analysis.calibration import calibration_error
 from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -82,6 +82,7 @@ def ensemble(
         >>> [round(value, 4) for value in ensemble(problem, ratio=0.0, samples=2).averaged[1].tolist()]
         [0.3133, 1.0, 0.2689]
     """
+    check_problem(problem)
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}.")
     if problem.bn == "recalibrate":

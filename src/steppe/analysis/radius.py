@@ -16,7 +16,7 @@ from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import filter_norms, orthonormal, random_like, unit
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.means import weighted_mean
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -116,6 +116,7 @@ def perturbation_curve(
         >>> perturbation_curve(problem, [1.0, 2.0], kinds=["random"]).loss
         tensor([[0.5000, 2.0000]], dtype=torch.float64)
     """
+    check_problem(problem)
     lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
     count = min(16, problem.size) if directions is None else directions
     _check(problem, lengths, kinds, batch, count, scale, steps)

@@ -23,7 +23,7 @@ from steppe.analysis.changes import (
     input_scale,
 )
 from steppe.analysis.checkpoint import Checkpoint
-from steppe.analysis.problem import Problem, digest
+from steppe.analysis.problem import Problem, check_problem, digest
 from steppe.analysis.progress import Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
@@ -77,6 +77,7 @@ def robustness(
         >>> robustness(problem, [Rounding(2), Pruning(1.0)]).accuracy
         tensor([[1.0000, 1.0000, 0.5000]], dtype=torch.float64)
     """
+    check_problem(problem)
     chosen = (Change(), *(standard_changes(problem) if changes is None else changes))
     _check(problem, chosen, include, draws, recalibration_samples)
     plan = [(i, n) for i, c in enumerate(chosen) for n in range(2 * draws if c.random else 1)]

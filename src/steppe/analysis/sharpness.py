@@ -15,7 +15,7 @@ from steppe.analysis.ascent import ascend, sam_direction
 from steppe.analysis.checkpoint import Checkpoint
 from steppe.analysis.directions import random_like
 from steppe.analysis.means import weighted_mean
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -75,6 +75,7 @@ def sharpness(
         >>> round(sharpness(problem, rho=0.1, steps=50).value, 6)   # lambda_max is 4
         0.02
     """
+    check_problem(problem)
     _check(rho, case, m, draws, steps)
     parts = -(-problem.samples // m)
     edges = [round(i * problem.samples / parts) for i in range(parts + 1)]

@@ -4,7 +4,7 @@
     python benchmarks/rise.py choose                       what the runs so far choose
 
 Stage 1 picks the ramp and the bound, stage 2 the rise of one-pass and of mixed methods, stage 3 msam's
-rho. Each run is a line of `benchmarks/results/rise.jsonl`, written when it ends; the same command takes
+rho; stage 4 chooses nothing and compares the rise with a ratio, ARWP and no rest steps. Each run is a line of `benchmarks/results/rise.jsonl`, written when it ends; the same command takes
 up where it was stopped. What is chosen is a function of these lines alone.
 """
 
@@ -28,6 +28,7 @@ from rise_settings import SETTINGS, Run, train
 LINES = Path(__file__).parent / "results" / "rise.jsonl"
 FIRST_SEED = 30_000
 RISES = (0.02, 0.05, 0.1, 0.2)
+RATIOS = (0.05, 0.1, 0.2, 0.4)
 RHOS = (0.05, 0.1, 0.2, 0.4)
 COMBINATIONS = tuple(itertools.product((4, 2), (0.5, 0.3)))
 """Power of the ramp and bound of the relative displacement."""
@@ -46,8 +47,6 @@ MEAN, NOTICED, WORST, MOST = -0.1, 0.3, -1.0, 1.0
 the least on any one; the most that one setting adds to the mean."""
 ACTIVE = 4
 """Settings on which a rise has to do something."""
-ENOUGH = 3
-"""Seeds on one setting that may give a strength up before it has all of them."""
 Lines = Mapping[Run, Mapping[str, Any]]
 
 
@@ -70,11 +69,6 @@ class Verdict(NamedTuple):
     gains: dict[str, Gain]
     measured: dict[str, float]
     """Mean rise in the last third of training, as a share of what was asked."""
-
-    @property
-    def tried(self) -> dict[str, Gain]:
-        """Settings with as many seeds as it takes to give a strength up."""
-        return {name: gain for name, gain in self.gains.items() if gain.n >= ENOUGH}
 
     @property
     def mean(self) -> float:
@@ -112,15 +106,30 @@ def stage_3(lines: Lines) -> Iterator[Run]:
     )
 
 
+def stage_4() -> Iterator[Run]:
+    """Questions that choose nothing: rise against ratio under the same ramp; ARWP; no rest steps."""
+    for setting in SETTINGS:
+        if setting.startswith(("mlp", "resnet", "vit", "fashion")):
+            for seed in seeds(setting, STAGE_1_SEEDS):
+                cells = [
+                    *itertools.product(["rwp"], RISES),
+                    *itertools.product(["ramped ratio"], RATIOS),
+                ]
+                cells += itertools.product(["arwp", "no rest"], (0.02, 0.2))
+                yield from (Run(setting, *cell, 2, 0.5, seed) for cell in cells)
+
+
 def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> Iterator[Run]:
-    """All runs of the largest strength that has not lost where it has been tried, and those of the larger
-    ones that are there: a strength is trained to its end only once every larger one has failed."""
+    """All runs of the largest strength that may still pass, and those of the larger ones that are there:
+    a strength is given up once it loses on a setting with all its seeds, or as a whole."""
     for cell in sorted(cells, key=lambda run: -run.strength):
         runs = [replace(cell, setting=s, seed=seed) for s in SETTINGS for seed in seeds(s, most)]
         verdict = judge(lines, runs)
-        lost = verdict is not None and any(gain.loses for gain in verdict.tried.values())
-        if not lost and (not complete(lines, runs) or (verdict is not None and verdict.passes)):
-            yield from runs
+        lost = {} if verdict is None else {n: g for n, g in verdict.gains.items() if g.loses}
+        if not any(gain.n == len(seeds(name, most)) for name, gain in lost.items()) and (
+            not complete(lines, runs) or (verdict is not None and verdict.passes)
+        ):
+            yield from sorted(runs, key=lambda run: run.setting not in lost)
             return
         yield from (run for run in runs if found(lines, run) is not None)
 
@@ -164,17 +173,20 @@ def complete(lines: Lines, runs: Iterable[Run]) -> bool:
 
 
 def missing(lines: Lines, runs: Iterable[Run]) -> list[Run]:
-    """What is still to be trained, baselines included: first few seeds of all, cheapest first."""
+    """What is still to be trained, baselines included."""
     wanted = dict.fromkeys(run for each in runs for run in (each.baseline, each))
-    left = [run for run in wanted if found(lines, run) is None]
+    return [run for run in wanted if found(lines, run) is None]
 
-    def turn(run: Run) -> tuple[Any, ...]:
-        # bound .5 before .3, which it may stand for; whole layers of seeds, costly settings late in each
-        layer = (run.seed - FIRST_SEED) // 3
-        late = run.setting == "cifar10"
-        return (layer + late, run.batches, SETTINGS[run.setting].seconds, run.seed, -run.bound)
 
-    return sorted(left, key=turn)
+def to_do(lines: Lines) -> list[Run]:
+    """The next runs of the first stage that is not complete."""
+    left = missing(
+        lines, sorted(stage_1(), key=lambda run: (SETTINGS[run.setting].seconds, -run.bound))
+    )
+    if not left:
+        left = missing(lines, stage_2(lines, *combination(lines)))
+        left.sort(key=lambda run: SETTINGS[run.setting].seconds > 30)  # CIFAR-10 last
+    return left or missing(lines, stage_3(lines)) or missing(lines, stage_4())
 
 
 def combination(lines: Lines) -> tuple[int, float]:
@@ -189,15 +201,6 @@ def combination(lines: Lines) -> tuple[int, float]:
             if given > best:
                 best, chosen = given, combo
     return chosen
-
-
-def to_do(lines: Lines) -> list[Run]:
-    """The next runs of the first stage that is not complete."""
-    return (
-        missing(lines, stage_1())
-        or missing(lines, stage_2(lines, *combination(lines)))
-        or missing(lines, stage_3(lines))
-    )
 
 
 def largest(lines: Lines, runs: Iterable[Run]) -> dict[str, float]:
@@ -282,6 +285,21 @@ def choose(lines: Lines) -> None:
                 ", ".join(f"{k} {g.mean:+.1f} ± {g.stderr:.1f}" for k, g in gains.items()),
             )
 
+    print(
+        "stage 4: three seeds of each setting, and what the best value of each kind loses at worst"
+    )
+    cells = {(r.method, r.strength): r for r in stage_4()}
+    worst: dict[str, tuple[float, float, str]] = {}
+    for method, strength in cells:
+        verdict = judge(
+            lines, [r for r in stage_4() if (r.method, r.strength) == (method, strength)]
+        )
+        show(f"stage 4: {method} {strength}", verdict)
+        if verdict is not None:
+            gain, name = min((gain.mean, name) for name, gain in verdict.gains.items())
+            worst[method] = max(worst.get(method, (-math.inf, 0.0, "")), (gain, strength, name))
+    for method, (gain, strength, name) in worst.items():
+        print(f"    {method}: {strength} loses at most {-gain:.2f} ({name})")
     for name, (median, within, n) in agreement(lines).items():
         print(f"probe / (meter / 2), {name}: {median:.2f}, {within:.0%} within [.5, 2] (n = {n})")
 

@@ -26,7 +26,7 @@ from steppe.lab import data, models
 from steppe.methods import Method, Pass, mixed
 from steppe.noise import Draw
 from steppe.perturbations import Gaussian
-from steppe.strength import BASE, Steering
+from steppe.strength import BASE, LEAST, Steering
 
 CONTEXT, DIM, CHARACTERS = 32, 64, 96
 LITTLE_TEXT, MUCH_TEXT, HELD_OUT = 2_000, 400_000, 20_000
@@ -199,8 +199,26 @@ class Run:
             return None
         if self.method == "msam":
             return steppe.msam(self.strength)
-        one = Method("rwp", (Pass(Tried(rise=self.strength, power=self.power, bound=self.bound)),))
+        if self.method == "arwp":
+            return steppe.arwp(rise=self.strength)
+        kind = RampedRatio if self.method == "ramped ratio" else Steering
+        noise = Tried(rise=self.strength, power=self.power, bound=self.bound, kind=kind)
+        one = Method("rwp", (Pass(noise),))
         return mixed(one) if self.method == "m_rwp" else one
+
+
+class RampedRatio(Steering):
+    """The ramp alone: `rise` holds a fixed relative displacement."""
+
+    def init(self, like: Tensor) -> Tensor:
+        state = super().init(like)
+        state[BASE] = self.asked(0)
+        return state
+
+    def update(self, state: Tensor, *learnt: Any) -> None:
+        super().update(state, *learnt)
+        state[BASE] = self.asked(0)
+        state[-1] = (state[BASE] * self.ramp(state).sqrt()).clamp(min=LEAST)
 
 
 @dataclass(frozen=True)
@@ -209,11 +227,12 @@ class Tried(Gaussian):
 
     power: int = 4
     bound: float = 0.5
+    kind: type[Steering] = Steering
 
     @property
     def steering(self) -> Steering:
         assert self.rise is not None
-        return Steering(self.rise, self.bound, self.power)
+        return self.kind(self.rise, self.bound, self.power)
 
 
 def loss_of(output: Tensor, y: Tensor) -> Tensor:
@@ -299,6 +318,8 @@ def train(run: Run, steps: int | None = None) -> dict[str, Any]:
     look = Look(run, setting.steps, perturber)
     many = torch.arange(min(problem.samples, 400))
     probed = many.split(setting.batch)[:4]  # in training mode BatchNorm depends on a batch's size
+    if run.method == "no rest" and perturber is not None:
+        perturber._training.rests = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step, parts in enumerate(batches(problem, setting, run)):

@@ -59,8 +59,9 @@ def compared(
 
 
 def random_gains(setting: Setting) -> list[Pair]:
-    """The methods of random perturbation against the baseline."""
-    return [(setting.called(method), setting.baseline) for method in RANDOM]
+    """The methods of random perturbation against the baseline, mixed ones on its two batches if it has them."""
+    names = map(setting.called, RANDOM)
+    return [(name, setting.reference(name)) for name in names]
 
 
 Gains = dict[str, dict[float, float]]

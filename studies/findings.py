@@ -123,7 +123,7 @@ class Findings:
         others = [
             Claim(setting.name, part, *pair)
             for setting, part in itertools.product(self.study.settings, JUDGED)
-            for pair in [*self._against_baseline(setting, part), *asked(setting)]
+            for pair in [*self._gains(setting, part), *asked(setting)]
         ]
         found: dict[Claim, Difference] = {}
         for family in (primary, others):
@@ -131,13 +131,13 @@ class Findings:
             found |= zip(known, compare_all(list(known.values())), strict=True)
         return found
 
-    def _against_baseline(self, setting: Setting, part: Part) -> list[Pair]:
+    def _gains(self, setting: Setting, part: Part) -> list[Pair]:
         names = [row.name for row in self.rows(setting, part)]
-        return [(name, setting.baseline) for name in names if name != setting.baseline]
+        return [(name, setting.reference(name)) for name in names if name != setting.baseline]
 
     def gain(self, setting: Setting, row: Row) -> Difference | None:
-        """A row against the baseline; None for the baseline, and where no pair has run."""
-        claim = Claim(setting.name, row.part, row.name, setting.baseline)
+        """A row against its reference; None for the baseline, and where no pair has run."""
+        claim = Claim(setting.name, row.part, row.name, setting.reference(row.name))
         return self.differences.get(claim)
 
     def gap(self, setting: Setting) -> float:
@@ -152,7 +152,7 @@ def primary_claims(setting: Setting) -> Iterator[Claim]:
     ours = map(setting.called, OURS)
     tried = [setting.called(method) for method in RANDOM if method in setting.methods]
     for name in tried:
-        yield Claim(setting.name, "defaults", name, sgd)
+        yield Claim(setting.name, "defaults", name, setting.reference(name))
     yield Claim(setting.name, "defaults", m_arwp, sam)
     for after, name, other in itertools.product(CHANGES, ours, (sgd, sam)):
         yield Claim(setting.name, "defaults", name, other, after)
@@ -185,4 +185,5 @@ def ordering(setting: Setting) -> list[Pair]:
 def asked(setting: Setting) -> list[Pair]:
     """All comparisons between two methods, each once."""
     pairs = [*adaptive(setting), *mixing(setting), *matching(setting), *ordering(setting)]
+    pairs += [(setting.called(first), setting.called(second)) for first, second in setting.pairs]
     return [pair for pair in dict.fromkeys(pairs) if pair[1] != setting.baseline]

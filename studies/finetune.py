@@ -35,6 +35,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import Table
 from steppe.noise import Draw
+from steppe.strength import MIXED_RISE, RISE
 from studies.evidence import Evidence
 
 logger = logging.getLogger("steppe")
@@ -43,16 +44,22 @@ NAME, STEPS, SEEDS, TRIAL_SEEDS = "finetune", 80, range(5), (100, 101)
 SIZES, WRONG = (200, 400), (0.0, 0.2)
 VALIDATION = TEST = 500
 METHODS = {
-    "full": ("sgd", "2 batches", "sam:rho=.05", "rwp:rise=.05", "arwp:rise=.05", "m_arwp:rise=.05"),
+    "full": (
+        "sgd",
+        "2 batches",
+        "sam:rho=.05",
+        *(f"{name}:rise={RISE}" for name in ("rwp", "arwp")),
+        f"m_arwp:rise={MIXED_RISE}",
+    ),
     "lora": (
         "sgd",
         "2 batches",
         "sam:rho=.05",
-        "rwp:rise=.05",
-        "flat_lora:rise=.05",
+        *(f"{name}:rise={RISE}" for name in ("rwp", "flat_lora")),
         "flat_lora:ratio=.05",
     ),
 }
+"""At the default rises, written out: another default is another run."""
 RATES = {"full": (2e-5, 5e-5, 1e-4), "lora": (5e-4, 1e-3, 2e-3)}
 TITLES = {"sgd": "AdamW", "2 batches": "AdamW, two batches a step"}
 MEASURES = ("reviews", "tweets", "4 bits", "3 bits", "tweets, 3 bits", "calibration error")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from steppe.lab.tables import Table, join_words
 from steppe.report.canvas import save_figure
 from studies.comparisons import refuted
-from studies.definitions import STUDIES, Study
+from studies.confirmation import power_table, verdict_table, verdict_words
+from studies.definitions import RETIRED, STUDIES, Study
 from studies.evidence import Evidence, Line
 from studies.figures import landscapes
 from studies.findings import JUDGED, Findings
@@ -61,9 +62,12 @@ strengths and m-ARWP − SAM, which answer the primary questions on the page [Ev
 
 
 def compose(
-    evidence: Path, studies: Sequence[Study] = tuple(STUDIES.values())
+    evidence: Path, studies: Sequence[Study] | None = None
 ) -> tuple[dict[str, str], dict[str, Draw]]:
     """By file name in `docs` the text of the pages, and what draws the pictures in them."""
+    if studies is None:
+        kept = [study for study in RETIRED.values() if Evidence(evidence, study.name).lines]
+        studies = [*STUDIES.values(), *kept]
     found = [Findings(study, Evidence(evidence, study.name)) for study in studies]
     verdict, sections, drawn = [], [], dict[str, Draw]()
     for number, question in enumerate(PRIMARY, 1):
@@ -82,7 +86,8 @@ def compose(
         sections += [f"## {TITLE}", "", f"Secondary. {flatness_words(made)}", ""]
         sections += [_framed(file, CAPTION), ""]
     parts = [OPENING, "## Verdict", "", *verdict, "", *post_hoc(found)]
-    parts += [f"{sentence}\n" for sentence in refuted(evidence, studies)]
+    parts += [f"{sentence}\n" for sentence in verdict_words(found)]
+    parts += [f"{sentence}\n" for sentence in refuted(evidence, [*studies, *RETIRED.values()])]
     parts += [
         *sections,
         PAPER,
@@ -103,9 +108,7 @@ def compose(
     return pages, drawn
 
 
-def write_page(
-    evidence: Path, docs: Path, studies: Sequence[Study] = tuple(STUDIES.values())
-) -> list[Path]:
+def write_page(evidence: Path, docs: Path, studies: Sequence[Study] | None = None) -> list[Path]:
     """Write the pages and their figures into `docs`, and give the files."""
     pages, drawn = compose(evidence, studies)
     folder = docs / "evidence"
@@ -153,8 +156,10 @@ def _overview(found: list[Findings]) -> str:
 def study_page(findings: Findings) -> tuple[str, dict[str, Draw]]:
     """One study: its tables and landscapes, and where it ran."""
     study, drawn = findings.study, dict[str, Draw]()
-    parts = [f"# {study.title}", "", SECONDARY, *_unused(findings)]
-    parts += [*(f"{words}\n" for words in study.cut), *_written(pairs_table(findings))]
+    parts = [f"# {study.title}", ""]
+    parts += [*_written(power_table(findings)), *_written(verdict_table(findings))]
+    parts += [SECONDARY, *_unused(findings), *(f"{words}\n" for words in study.cut)]
+    parts += _written(pairs_table(findings))
     for setting in study.settings:
         for part, table in itertools.product(JUDGED, (result_table, minima_table)):
             parts += _written(table(findings, setting, part))

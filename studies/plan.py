@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, get_args
 
-from torch import nn
-
-from steppe.lab import models
 from steppe.lab.config import Config
 from steppe.lab.jobs import Job, passes
 from steppe.lab.results import Result
@@ -102,7 +99,7 @@ def make_plan(study: Study, evidence: Evidence) -> Plan:
             if setting.tune is not None:
                 for method in setting.methods:
                     known = method in chosen
-                    spec = chosen[method].spec if known else pinned(setting, method)
+                    spec = chosen[method].spec if known else pinned(method)
                     (parts["tuned"] if known else waiting).extend(_tuned(setting, method, spec))
             parts["lengths"] += _lengths(setting)
             parts["sweeps"] += _sweeps(setting)
@@ -116,32 +113,22 @@ def _seed(entry: Entry) -> int:
     return entry.config.seed
 
 
-def pinned(setting: Setting, method: str) -> Spec:
+@cache
+def pinned(method: str) -> Spec:
     """The method with its default strength written out: a changed default is another run."""
-    return _pinned(setting.config.model, method)
-
-
-@cache
-def _pinned(model: str, method: str) -> Spec:
     spec = parse(method)
-    strength = spec.strength_for(_sample_model(model))
+    strength = spec.full_strength
     return spec.with_options(**{strength[0]: strength[1]}) if strength else spec
-
-
-@cache
-def _sample_model(name: str) -> nn.Module:
-    """A model of this kind, whatever its size: default strengths depend on the kind alone."""
-    return models.build(name, classes=10, shape=(1, 16, 16))
 
 
 def _defaults(setting: Setting) -> Iterator[Entry]:
     for seed in range(setting.seeds):
         config = setting.config.replace(seed=seed)
         for method in (*setting.methods, *setting.large):
-            spec = pinned(setting, method)
+            spec = pinned(method)
             yield Entry(setting, "defaults", setting.called(method), spec.apply(config))
         for control in setting.controls:
-            spec = pinned(setting, control.method)
+            spec = pinned(control.method)
             yield Entry(setting, "defaults", control.name, controlled(control, spec, config))
 
 
@@ -170,7 +157,7 @@ def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], dict[str
     chosen: dict[str, Choice] = {}
     for method in setting.methods:
         with suppress(UnfinishedError):
-            spec = pinned(setting, method)
+            spec = pinned(method)
             (chosen[method],) = tune_all([spec], setting.config, setting.tune, look)
     return [Entry(setting, "tuning", _trial_name(job), job.config) for job in asked], chosen
 
@@ -202,13 +189,13 @@ def _lengths(setting: Setting) -> Iterator[Entry]:
         config = setting.config.replace(seed=seed, steps=round(steps * length))
         for method in setting.lengths:
             name = at_length(setting.called(method), length)
-            yield Entry(setting, "lengths", name, pinned(setting, method).apply(config))
+            yield Entry(setting, "lengths", name, pinned(method).apply(config))
 
 
 def _sweeps(setting: Setting) -> Iterator[Entry]:
     seeds = range(min(setting.seeds, setting.sweep_seeds))
     for seed, (title, (method, grid)) in itertools.product(seeds, setting.sweeps.items()):
-        config = pinned(setting, method).apply(setting.config.replace(seed=seed))
+        config = pinned(method).apply(setting.config.replace(seed=seed))
         for values in itertools.product(*grid.values()):
             point = dict(zip(grid, values, strict=True))
             about = ", ".join(f"{key} {value:g}" for key, value in point.items())

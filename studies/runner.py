@@ -49,7 +49,10 @@ class Limits:
         known: dict[str, tuple[tuple[str, ...], set[str]]] = {
             "setting": (self.settings, {setting.name for setting in study.settings}),
             "part": (self.parts, {*there}),
-            "method": (self.methods, {m for setting in study.settings for m in setting.methods}),
+            "method": (
+                self.methods,
+                {parse(m).name for setting in study.settings for m in setting.methods},
+            ),
         }
         for what, (given, valid) in known.items():
             for name in given:

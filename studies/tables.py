@@ -118,7 +118,9 @@ def result_table(findings: Findings, setting: Setting, part: Part) -> Table | No
         *("method", "strength", "accuracy %", f"− {setting.baseline} [interval]", "p (Holm)"),
         *("NLL", "accuracy %, BN recomputed", "adaptive factor", "time ×", "FLOPs ×", "n"),
     )
-    return Table(header, tuple(rows), f"{setting.title}, {HOW[part]}") if rows else None
+    twice = setting.reference("m-")
+    notes = (f"Mixed methods: − {twice}.",) if twice != setting.baseline else ()
+    return Table(header, tuple(rows), f"{setting.title}, {HOW[part]}", notes) if rows else None
 
 
 def _mean(results: dict[int, Result], split: str) -> str:

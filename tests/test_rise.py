@@ -69,6 +69,23 @@ def test_a_loss_that_saturates_does_not_drive_r_away():
     assert any("cannot be held" in str(w.message) for w in caught)
 
 
+@pytest.mark.parametrize(
+    ("slope", "pull", "says"), [(0.02, 0.1, 0), (1e-4, 0.1, 1), (0.02, 0.9, 1)]
+)
+def test_a_flat_net_at_the_bound_is_not_warned_about(slope, pull, says):
+    """Unless the rise has another unit, or the noise keeps the net from learning."""
+    steering = Steering(0.05)
+    state = steering.init(torch.zeros(()))
+    for step in range(1, 401):
+        r = steering.factor(state)
+        pulls = torch.tensor(1.0 if step <= 10 else pull)
+        steering.update(state, slope * r * r / 0.25, pulls, step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert steering.warn(state, 400, 0) > 0
+    assert len(caught) == says
+
+
 def test_a_step_that_is_not_finite_changes_nothing():
     steering = Steering(0.05)
     state = steering.init(torch.zeros(()))
@@ -427,7 +444,7 @@ def test_r_follows_restarts_of_the_learning_rate():
         lambda: steppe.rwp(0.1, rise=0.05),
         lambda: steppe.rwp(ratio=0.1, rise=0.05),
         lambda: steppe.sam(0.1, rise=0.05),
-        lambda: steppe.lpf_sgd(),
+        lambda: steppe.lpf_sgd(0.1, rise=0.05),
     ],
 )
 def test_not_one_strength_is_refused(make):

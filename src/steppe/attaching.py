@@ -88,7 +88,6 @@ def attach(
         raise RuntimeError(
             "This model (or a part of it) is attached already. Call detach() on its perturber first."
         )
-    method = method.for_model(model)
     if method.needs_steps:
         raise ValueError(
             f"A schedule of {method.name}() does not know how long training is. Give it the number "

@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import nn
-
 from steppe.ascents import Ascent, MomentumAscent
-from steppe.defaults import MIXED_RATIOS, RATIOS, Ratios
-from steppe.perturbations import (
-    AdaptiveGaussian,
-    ElementwiseGaussian,
-    Gaussian,
-    Perturbation,
-)
+from steppe.perturbations import AdaptiveGaussian, ElementwiseGaussian, Gaussian, Perturbation
 from steppe.schedules import Strength, check_number, needs_steps, with_steps
+from steppe.strength import MIXED_RISE, RISE
 
 Feed = Literal["one", "each", "slices"]
 """What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""
@@ -45,8 +38,6 @@ class Method:
     """The user asked for one batch in all passes, which consecutive micro-batches cannot give."""
     m: int | None = None
     """m-sharpness: `backward` runs all passes on each part of m samples."""
-    defaults: Ratios | None = None
-    """Set where nobody gave a strength: what it becomes on each kind of model."""
     merged: bool = False
     """Perturb the merged weights of LoRA layers, by noise on their frozen base, and nothing else."""
 
@@ -114,19 +105,6 @@ class Method:
 
         return replace(self, passes=tuple(filled(p) for p in self.passes))
 
-    def for_model(self, model: nn.Module) -> Method:
-        """The same method with its default strength fitted to this kind of model."""
-        if self.defaults is None:
-            return self
-        ratio = self.defaults.for_model(model)
-        passes = tuple(
-            replace(p, perturbation=replace(p.perturbation, ratio=ratio))
-            if isinstance(p.perturbation, Gaussian)
-            else p
-            for p in self.passes
-        )
-        return replace(self, passes=passes, defaults=None)
-
 
 def sgd() -> Method:
     """The baseline: no perturbation, and what every method is at strength zero."""
@@ -143,20 +121,18 @@ def rwp(
     """Random weight perturbation: the gradient at w + eps, eps filter-wise Gaussian. One pass.
 
     Args:
-        sigma: std of eps per entry as a part of its filter's norm, at least 0; the paper uses 0.005 to 0.02.
+        sigma: std of eps per entry as a part of its filter's norm, at least 0; the paper uses 0.005 to 0.02. This and
+            the other strengths, of which one is given, are numbers or schedules (`cosine_increase(0, 0.01, steps)`).
         ratio: length of eps on a filter as a part of the filter's length, at least 0; 0.05 to 0.6 are usual.
-        rise: by how much eps may raise the expected training loss, in the loss's unit; 0.02 to 0.2 nats are usual.
+        rise: by how much eps may raise the expected training loss, in the loss's unit; the default, see docs/choosing.md.
         isotropic: sigma is the std itself, the same for every weight.
-
-    Give one strength, a number or a schedule such as `cosine_increase(0, 0.01, steps)`. Without one it is the
-    default: a rise, see docs/choosing.md.
 
     Examples:
         >>> rwp(0.01).passes
         (Pass(perturbation=Gaussian(sigma=0.01, ratio=None, isotropic=False, rise=None), ...),)
     """
-    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
-    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic, rise)),), defaults=defaults)
+    rise = _given(rise, sigma, ratio)
+    return Method("rwp", (Pass(Gaussian(sigma, ratio, isotropic, rise)),))
 
 
 def arwp(
@@ -172,27 +148,24 @@ def arwp(
     """Adaptive random weight perturbation: less noise where gradients have been large. One pass.
 
     Args:
-        sigma: as in `rwp`, like ratio and rise. The noise is multiplied by (1 + eta v)^(-exponent).
-        ratio: length of eps on a filter, as a part of the filter's length.
-        rise: as in `rwp`; the history v is then relative to its mean over all filters.
-        eta: how strongly past gradients shrink the noise, at least 0 (RWP). 0.1 as in the paper, 10 with a rise.
+        sigma: as in `rwp`, like ratio and rise; with a rise the history v is relative to its mean over all filters.
+        eta: how past gradients shrink the noise, by (1 + eta v)^(-exponent): at least 0 (RWP), 0.1 or with a rise 10.
         beta: memory of the history, v <- beta v + ‖g‖², in [0, 1).
         exponent: at least 0; 1/4 is the paper's formula, 1/2 the authors' code.
         elementwise: a history per weight and no filter norms, the paper's first form; needs sigma or rise.
     """
+    rise = _given(rise, sigma, ratio)
     if elementwise:
-        if ratio is not None or (sigma is None and rise is None):
+        if ratio is not None:
             raise ValueError(
-                "elementwise noise has no filters to be in ratio to: give sigma, for example "
-                "arwp(0.01, elementwise=True), or rise."
+                "elementwise noise has no filters to be in ratio to: give sigma or rise."
             )
         eta = 0.1 if eta is None else eta
         return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent, rise)),))
-    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS)
     if eta is None:
         eta = 0.1 if rise is None else 10.0
     noise = AdaptiveGaussian(sigma, ratio, rise=rise, eta=eta, beta=beta, exponent=exponent)
-    return Method("arwp", (Pass(noise),), defaults=defaults)
+    return Method("arwp", (Pass(noise),))
 
 
 def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
@@ -201,8 +174,7 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
     Args:
         method: of one pass, such as `rwp()` or `flat_lora()`.
         lam: weight of the perturbed gradient, in [0, 1].
-        same_batch: both gradients from one batch, the paper's ablation. Otherwise each has its own, and two
-            devices run them at once.
+        same_batch: both gradients from one batch (the paper's ablation), not from one each, as two devices can.
     """
     if not isinstance(method, Method):
         raise TypeError(f"mixed() takes a method such as steppe.rwp(), got {method!r}.")
@@ -219,7 +191,6 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
         (Pass(weight=1 - lam), replace(perturbed, weight=lam)),
         feed="one" if same_batch else "each",
         same_batch=same_batch,
-        defaults=method.defaults,
         merged=method.merged,
     )
 
@@ -236,17 +207,13 @@ def m_rwp(
     """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes.
 
     Args:
-        sigma: as in `rwp`, like ratio, rise and isotropic.
-        ratio: length of eps on a filter, as a part of the filter's length.
-        rise: of the perturbed pass, not of the mixture.
-        isotropic: sigma is the std itself, the same for every weight.
+        sigma: as in `rwp`, like ratio, rise (of the perturbed pass, not of the mixture) and isotropic.
         lam: weight of the perturbed gradient, in [0, 1].
         same_batch: both gradients from one batch; see `mixed`.
     """
-    ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS, isotropic)
+    rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     noise = rwp(sigma, ratio=ratio, rise=rise, isotropic=isotropic)
-    method = mixed(noise, lam, same_batch=same_batch)
-    return replace(method, defaults=defaults)
+    return mixed(noise, lam, same_batch=same_batch)
 
 
 def m_arwp(
@@ -264,22 +231,15 @@ def m_arwp(
     """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices.
 
     Args:
-        sigma: as in `rwp`, like ratio and rise.
-        ratio: length of eps on a filter, as a part of the filter's length.
-        rise: of the perturbed pass, not of the mixture.
-        eta: how strongly past gradients shrink the noise; as in `arwp`, like beta and exponent.
-        beta: memory of the history, in [0, 1).
-        exponent: 1/4 is the paper's formula, 1/2 the authors' code.
-        elementwise: a history per weight and no filter norms.
+        sigma: as in `rwp`, like ratio and rise (of the perturbed pass, not of the mixture).
+        eta: as in `arwp`, like beta, exponent and elementwise.
         lam: weight of the perturbed gradient, in [0, 1].
         same_batch: both gradients from one batch; see `mixed`.
     """
-    defaults = None
-    if not elementwise:
-        ratio, defaults = _default_ratio(sigma, ratio, rise, MIXED_RATIOS)
+    rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     shape = {"eta": eta, "beta": beta, "exponent": exponent}
     method = arwp(sigma, ratio=ratio, rise=rise, **shape, elementwise=elementwise)  # type: ignore[arg-type]
-    return replace(mixed(method, lam, same_batch=same_batch), defaults=defaults)
+    return mixed(method, lam, same_batch=same_batch)
 
 
 def sam(
@@ -332,7 +292,7 @@ def lpf_sgd(
         rise: as in `rwp`, in place of sigma.
     """
     check_number("samples", samples, whole=True)
-    one = Pass(Gaussian(sigma, rise=rise), weight=1 / samples, fresh=True)
+    one = Pass(Gaussian(sigma, rise=_given(rise, sigma)), weight=1 / samples, fresh=True)
     return Method("lpf_sgd", (one,) * samples, feed="slices")
 
 
@@ -346,15 +306,11 @@ def antithetic_rwp(
     """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch.
 
     Args:
-        sigma: as in `rwp`, like the others.
-        ratio: length of eps on a filter, as a part of the filter's length.
-        rise: by how much eps may raise the expected training loss.
-        isotropic: sigma is the std itself, the same for every weight.
+        sigma: as in `rwp`, like ratio, rise and isotropic.
     """
-    ratio, defaults = _default_ratio(sigma, ratio, rise, RATIOS, isotropic)
-    noise = Gaussian(sigma, ratio, isotropic, rise)
+    noise = Gaussian(sigma, ratio, isotropic, _given(rise, sigma, ratio))
     pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
-    return Method("antithetic_rwp", pair, defaults=defaults)
+    return Method("antithetic_rwp", pair)
 
 
 def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
@@ -377,23 +333,15 @@ def flat_lora(*, ratio: Strength | None = None, rise: Strength | None = None) ->
         ratio: length of the noise on a row as a part of the merged row's length, at least 0; the paper's unit.
         rise: by how much the noise may raise the expected training loss; the default, see docs/choosing.md.
     """
-    rise = 0.05 if ratio is rise is None else rise
-    return Method("flat_lora", (Pass(Gaussian(ratio=ratio, rise=rise)),), merged=True)
+    noise = Gaussian(ratio=ratio, rise=_given(rise, ratio))
+    return Method("flat_lora", (Pass(noise),), merged=True)
 
 
-def _default_ratio(
-    sigma: Strength | None,
-    ratio: Strength | None,
-    rise: Strength | None,
-    defaults: Ratios,
-    isotropic: bool = False,
-) -> tuple[Strength | None, Ratios | None]:
-    """The ratio to use and, if nobody gave a strength, what it becomes on each kind of model."""
-    if sigma is None and ratio is None and rise is None:
-        if isotropic:
-            raise ValueError("isotropic noise has no default strength: give sigma or rise.")
-        return defaults.shallow, defaults
-    return ratio, None
+def _given(
+    rise: Strength | None, *fixed: Strength | None, default: float = RISE
+) -> Strength | None:
+    """The rise, which is the default one where no strength is given at all."""
+    return default if rise is None and all(value is None for value in fixed) else rise
 
 
 def _strengths(perturbation: Perturbation | None) -> dict[str, Strength | None]:

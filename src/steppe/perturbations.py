@@ -165,12 +165,15 @@ class AdaptiveGaussian(Gaussian):
     def factor(self, state: State) -> Tensor:
         """(1 + eta v_j)^(-exponent): how much of the noise is left, per filter.
 
-        With a rise, v_j is taken relative to its mean over all filters: whatever the loss's unit.
+        With a rise, v_j is taken relative to its mean over all filters, whatever the loss's unit, and
+        the factor to its own: it shapes the noise, and the rise alone sets its size.
         """
         (history,) = state["history"]
-        if self.rise is not None:
-            history = history / history.mean().clamp_min(1e-30)
-        return (1 + self.eta * history).pow(-self.exponent)
+        if self.rise is None:
+            return (1 + self.eta * history).pow(-self.exponent)
+        shape = torch.add(history.mean(), history, alpha=self.eta).clamp_(min=1e-30)
+        shape = shape.pow_(-self.exponent)
+        return shape.div_(shape.mean())
 
     def collect(self, grad: Tensor, noted: Tensor | None) -> Tensor:
         dtype = torch.promote_types(grad.dtype, torch.float32)

@@ -22,6 +22,8 @@ from steppe.training import Training
 
 FORMAT = 1
 """Of the state dict. Raise it when its meaning changes."""
+UNSAID = re.compile(r" at 0x[0-9a-f]+|, rise=None|, merged=False|, defaults=None")
+"""What settings leave out: addresses, and fields that other versions do not have."""
 
 PROBE_STREAM = 4095
 """Noise for `probe`, which must not be the noise of training."""
@@ -279,7 +281,7 @@ class Perturber:
         """Everything that a run needs to resume bit-exactly: step, seed and history."""
         training, weights = self._training, self._training.weights
         # where a function lies in memory is no setting of it
-        settings = re.sub(r" at 0x[0-9a-f]+|, rise=None|, merged=False", "", repr(self.method))
+        settings = UNSAID.sub("", repr(self.method))
         return {
             "format": FORMAT,
             "noise": VERSION,
@@ -310,7 +312,7 @@ class Perturber:
                 f"{difference(state['parameters'], mine['parameters'])}."
             )
         check_same_tensors(state["states"], mine["states"])
-        if state["settings"] != mine["settings"]:
+        if UNSAID.sub("", state["settings"]) != mine["settings"]:
             warnings.warn(
                 f"Settings differ from the saved ones: {state['settings']} was saved, "
                 f"{mine['settings']} is used from here on.",

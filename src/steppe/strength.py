@@ -25,6 +25,9 @@ from torch import Tensor
 
 from steppe.schedules import Strength, check_strength, strength_at
 
+RISE, MIXED_RISE = 0.02, 0.1
+"""The rise where no strength is given, of one-pass and of mixed methods (docs/decisions.md, *Default
+strengths*): chosen to be safe on every network tried, not to be the best on one."""
 KEPT = 0.98
 """Of the running means, per step."""
 FIRST, LEAST, MOST = 0.05, 1e-3, 0.05
@@ -36,6 +39,8 @@ PERIOD = 4
 """After these, one step in so many is measured: what it takes is then little beside a step."""
 STUCK = 100
 """Steps at the bound after which r is halved."""
+NOTHING = 0.01
+"""Of the rise that is asked for: less than this at the bound, and the loss has another unit."""
 SHUT_AFTER = 500
 BASE = 5
 """Where the state holds r before the ramp."""
@@ -142,19 +147,17 @@ class Steering:
 
     def warn(self, state: Tensor, step: int, halvings: int) -> int:
         """Say what does not work, now and then (it waits for the device); the halvings so far."""
-        found = int(state[10])
-        if found > halvings:
+        found, reading = int(state[10]), self.read(state, step)
+        # at the bound of a net that fits its data under the noise nothing is wrong: it is flat
+        fits = reading.measured > NOTHING * reading.asked and float(state[6]) < float(state[7]) / 2
+        if found > halvings and not fits:
             warnings.warn(
-                f"A loss rise of {self.asked(step):g} cannot be held: the relative displacement stood at "
+                f"A loss rise of {reading.asked:g} cannot be held: the relative displacement stood at "
                 f"its bound of {self.bound:g} for {STUCK} steps and was halved. The loss may be in a "
                 "small unit, or saturate under noise: ask for a smaller rise.",
                 stacklevel=2,
             )
-        if (
-            SHUT_AFTER < step < SHUT_AFTER + 100
-            and self.ramped
-            and (ramp := float(self.ramp(state))) < 0.05
-        ):
+        if SHUT_AFTER < step < SHUT_AFTER + 100 and self.ramped and (ramp := reading.ramp) < 0.05:
             warnings.warn(
                 f"After {step} steps the perturbation is still almost off (ramp {ramp:.2g}): the loss "
                 "pulls on the outputs as at the start, so there is nothing to regularise yet. Give the "

@@ -264,10 +264,10 @@ def test_a_fixed_strength_is_tuned_over_its_multiples():
 @pytest.mark.parametrize("text", ["rwp", "rwp:rise=.1", "rwp:rise=.07", "msam", "rwp:ratio=.4"])
 def test_the_default_stays_unless_another_is_better_by_more_than_chance(text):
     """One lucky seed of three: the mean difference is 0.9, its standard error 1."""
-    usual = parse(text).strength_for(None)
+    usual = parse(text).full_strength
 
     def own(spec):
-        return spec.strength_for(None) == usual
+        return spec.full_strength == usual
 
     luck = {10_000: -0.1, 10_001: 2.9, 10_002: -0.1}
     choice, _ = tuned(text, lambda spec, seed: 0 if own(spec) else luck[seed], extend=False)

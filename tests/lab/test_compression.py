@@ -201,27 +201,27 @@ def test_methods_of_several_settings_stand_side_by_side(store):
     labels = [row[0] for row in survival_table(both).rows]
     assert labels == ["SGD", "RWP (ratio 0.6)", "RWP (ratio 0.2)", "m-RWP (lam 0.3)"]
     assert both.table().splitlines()[6].startswith("RWP (ratio 0.2)")
-    assert both.table().endswith("is not in this table: add arwp:rise=0.2.")
+    assert both.table().endswith("is not in this table: add rwp:rise=0.2.")
 
 
 def test_the_setting_for_compression_stands_beside_the_default(store):
-    assert usual_methods(robustness=True) == (*PAPER, "arwp:rise=0.2")
+    assert usual_methods(robustness=True) == (*PAPER, "rwp:rise=0.2")
     assert usual_methods(robustness=False) == PAPER
     config = Config(**QUICK)
     made = compare(seeds=1, config=config, store=store, progress=False)
-    default, large = (row for row in made.rows if row.spec.startswith("arwp"))
-    assert large.label == "ARWP (rise 0.2)"
-    assert default.label == f"ARWP ({default.strength})"
+    default, large = (row for row in made.rows if row.spec.startswith("rwp"))
+    assert large.label == "RWP (rise 0.2)"
+    assert default.label == f"RWP ({default.strength})"
     table = made.table(width=80)
     assert max(map(len, table.splitlines())) <= 80
-    assert table.count("ARWP (rise 0.2)") >= 2  # in both tables
+    assert table.count("RWP (rise 0.2)") >= 2  # in both tables
     assert "(2 bits would be three)" in " ".join(table.split())
     assert "not in this table" not in table
 
 
 def test_the_setting_for_compression_is_not_tuned(store):
     how = Tune(rises=(0.05, 0.1), seeds=1, keep=False)
-    methods = ["sgd", "arwp:rise=.2", "arwp"]
+    methods = ["sgd", "rwp:rise=.2", "rwp"]
     options = {"config": Config(**QUICK), "store": store, "progress": False}
     made = compare(methods=methods, seeds=1, tune=how, robustness=False, **options)
     assert [(row.strength, row.chosen) for row in made.rows][1] == ("rise 0.2", "given")

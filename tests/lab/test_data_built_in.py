@@ -99,7 +99,23 @@ def test_diabetes_can_be_split_but_has_no_labels_to_replace():
         data.load("diabetes", label_noise=0.2)
 
 
-@pytest.mark.parametrize("name", ["digits", "diabetes"])
+@pytest.mark.parametrize(
+    ("name", "train", "test", "columns", "classes"),
+    [("breast-cancer", 284, 285, 30, 2), ("wine", 89, 89, 13, 3)],
+)
+def test_tables_of_classes_are_split_in_half(name, train, test, columns, classes):
+    table = data.load(name)
+    assert (len(table.train), len(table.test)) == (train, test)
+    assert (table.task, table.classes, table.shape) == ("classification", classes, (columns,))
+    every = torch.cat([table.train.inputs, table.test.inputs])
+    assert len(every.unique(dim=0)) == train + test
+    torch.testing.assert_close(table.train.inputs.mean(0), torch.zeros(columns), atol=1e-5, rtol=0)
+    torch.testing.assert_close(table.train.inputs.std(0), torch.ones(columns))
+    assert table.train.targets.bincount().tolist() != [0] * classes
+    assert torch.equal(table.test.inputs, data.load(name, label_noise=0.2).test.inputs)
+
+
+@pytest.mark.parametrize("name", ["digits", "diabetes", "wine"])
 def test_scikit_learn_is_asked_for_where_it_is_missing(monkeypatch, name):
     import sys
 

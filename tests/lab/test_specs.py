@@ -5,16 +5,13 @@ from torch import nn
 import steppe
 from steppe.lab.config import Config
 from steppe.lab.errors import LabError
-from steppe.lab.models import build
 from steppe.lab.specs import METHODS, adapted, label, parse
 from steppe.schedules import Constant, CosineIncrease
-
-WITH_STRENGTH = {"lpf-sgd": "lpf-sgd:sigma=.01"}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_reached_and_survives_its_text(name):
-    spec = parse(WITH_STRENGTH.get(name, name))
+    spec = parse(name)
     assert parse(str(spec)) == spec
     method = spec.build(steps=10)
     assert method.name == name.replace("-", "_")
@@ -46,7 +43,6 @@ def test_digits_of_a_value_are_kept():
         ("m-rwp:lam=2", "lam must be in [0, 1], got 2"),
         ("rwp:sigma=.1,ratio=.1", "rwp:sigma=0.1,ratio=0.1"),
         ("rwp:ratio=.6,schedule=cosin", "Did you mean cosine?"),
-        ("lpf-sgd", "lpf-sgd"),
         ("sgd:method=sam", "sgd has no options, got 'method'"),
     ],
 )
@@ -67,24 +63,16 @@ def test_schedules_are_the_papers():
         0.01,
         Constant(0.01),
     )
-    assert isinstance(noise(parse("m-arwp:schedule=cosine").build(9)).ratio, CosineIncrease)
+    assert isinstance(noise(parse("m-arwp:schedule=cosine").build(9)).rise, CosineIncrease)
 
 
-def test_default_strength_follows_the_model_and_rises():
-    mlp = nn.Sequential(nn.Linear(4, 4))
-    vit = build("small-vit", classes=10, shape=(1, 8, 8))
-    for name in ("rwp", "arwp", "m-rwp", "m-arwp"):
+def test_the_default_strength_is_the_functions_own():
+    for name in ("rwp", "arwp", "m-rwp", "m-arwp", "lpf-sgd", "antithetic-rwp"):
         own = getattr(steppe, name.replace("-", "_"))()
-        for model in (mlp, vit):
-            expected = noise(own.for_model(model)).ratio
-            assert parse(name).strength_for(model) == ("ratio", expected)
-            built = noise(parse(name).build(50, model)).ratio
-            assert built == (
-                steppe.cosine_increase(0, expected, 50) if name[0] != "m" else expected
-            )
-    assert parse("rwp").strength_for(mlp) != parse("rwp").strength_for(vit)
-    assert parse("sgd").strength_for(mlp) is None
-    assert parse("sam").strength_for(mlp) == ("rho", 0.05)
+        assert parse(name).full_strength == ("rise", noise(own).rise)
+        assert parse(name).build(50) == own  # ramped by itself, not by the length of training
+    assert parse("sgd").full_strength is None
+    assert parse("sam").full_strength == ("rho", 0.05)
 
 
 def test_a_recipes_options_give_way():
@@ -98,7 +86,7 @@ def test_a_spec_trains():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    perturber = steppe.attach(model, optimizer, parse("m-arwp:ratio=.5").build(2, model))
+    perturber = steppe.attach(model, optimizer, parse("m-arwp:ratio=.5").build(2))
     batch = (torch.randn(4, 3),)
     loss = perturber.backward(lambda x: model(x).square().mean(), batch, batch)
     assert loss.isfinite()

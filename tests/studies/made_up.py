@@ -17,9 +17,13 @@ def accuracy(config):
     """The method's level, less for a doubled batch, best at one strength, with the seed's wiggle."""
     spec = parse(config.method)
     wiggle = 0.1 * math.sin(7.0 * config.seed + len(config.method))
-    strength = spec.strength
-    off = 0.0 if strength is None else abs(math.log(strength[1] / 0.3))
-    level = LEVELS[spec.name] - (0.5 if config.batch > 32 else 0.0) + (config.steps or 0) / 1000
+    _, strength = spec.strength or ("", 0.0)
+    off = abs(math.log(strength / 0.3)) if strength else 0.0
+    level = (
+        LEVELS[spec.name if strength else "sgd"]
+        - (0.5 if config.batch > 32 else 0.0)
+        + (config.steps or 0) / 1000
+    )
     return level + wiggle + config.seed % 3 - (off if config.validation else 0.0)
 
 

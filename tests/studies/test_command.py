@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from steppe.lab.jobs import Stopped
+from steppe.lab.specs import parse
 from studies.__main__ import main
-from studies.definitions import STUDIES
+from studies.definitions import RETIRED, STUDIES
 from studies.evidence import Evidence
-from studies.plan import make_plan
+from studies.findings import Findings
+from studies.plan import make_plan, pinned
 from tests.studies.made_up import fill
 from tests.studies.tiny import rich
 
@@ -53,11 +55,11 @@ def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monke
         (("--seeds", "0"), "seeds must be at least 1, got 0."),
         (("--minutes", "-1"), "minutes must be above 0, got -1."),
         (("--jobs", "-2"), "jobs must be at least 0, got -2."),
-        (("--part", "sweeps"), "No part of fashion is called 'sweeps'. There are: defaults."),
+        (("--part", "sweeps"), "No part of paper is called 'sweeps'. There are: defaults."),
     ],
 )
 def test_limits_that_leave_nothing_are_errors(words, message, capsys, tmp_path):
-    assert studies("fashion", *words, "--evidence", tmp_path / "e") == 2
+    assert studies("paper", *words, "--evidence", tmp_path / "e") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "e").exists()
 
@@ -89,22 +91,26 @@ def test_a_stop_says_how_to_resume(capsys, monkeypatch, tmp_path):
         raise Stopped("3 of 9 runs finished")
 
     monkeypatch.setattr("studies.__main__.run_study", stopped)
-    assert studies("fashion", "--evidence", tmp_path) == 130
+    assert studies("paper", "--evidence", tmp_path) == 130
     said = "Stopped: 3 of 9 runs finished, the others are saved. The same command resumes.\n"
     assert capsys.readouterr().err == said
 
 
 def test_lines_that_no_study_uses_are_set_aside(tmp_path):
-    study = replace(STUDIES["fashion"], name="fashion")
+    study = STUDIES["paper"]
     other = replace(study.settings[0], config=study.settings[0].config.replace(lr=0.5))
     changed = replace(study, groups=((other,),))
     for each in (study, changed):
-        fill(each, tmp_path, take=lambda e: e.setting.name == "conv" and e.name in ("SGD", "SAM"))
+        fill(each, tmp_path, take=lambda e: e.name in ("SGD", "SAM (rho 0.1)"))
+    retired = RETIRED["fashion"]
+    fill(retired, tmp_path, take=lambda e: e.name == "SGD")
     assert studies("--archive", "a/b", "--evidence", tmp_path) == 2
     assert studies("--archive", "old", "--evidence", tmp_path) == 0
-    assert len(Evidence(tmp_path, "fashion").lines) == 2 * 10
-    old = Evidence(tmp_path / "archive" / "old", "fashion").lines.values()
-    assert [line.result.config.lr for line in old] == [0.5] * 20
+    assert len(Evidence(tmp_path, "paper").lines) == 2 * 3
+    old = Evidence(tmp_path / "archive" / "old", "paper").lines.values()
+    assert [line.result.config.lr for line in old] == [0.5] * 6
+    assert not Evidence(tmp_path, "fashion").lines  # not run again: nothing of it is used
+    assert len(Evidence(tmp_path / "archive" / "old", "fashion").lines) == 10
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -121,15 +127,54 @@ def test_every_definition_holds_together(name, tmp_path):
         doubled = [e.config for e in entries if e.name == "SGD, batch doubled"]
         assert all((c.batch, c.steps) == (2 * config.batch, config.steps) for c in doubled)
         assert len({entry.label for entry in plan.entries}) == len(plan.entries)
-    if name == "fashion":
+    if name in ("cifar10-decay", "cifar10-noisy", "confirmation", "paper"):
         assert not any(e.part in ("tuning", "tuned") for e in (*plan.entries, *plan.waiting))
 
 
-def test_a_models_own_default_strength_is_written_out(tmp_path):
-    plan = make_plan(STUDIES["fashion"], Evidence(tmp_path, "fashion"))
-    conv, vit = STUDIES["fashion"].settings
-    assert "arwp:ratio=0.6" in {e.config.method for e in plan.of(conv, "defaults")}
-    assert "arwp:ratio=0.05" in {e.config.method for e in plan.of(vit, "defaults")}
+def test_the_default_strength_is_written_out(tmp_path):
+    plan = make_plan(STUDIES["confirmation"], Evidence(tmp_path, "confirmation"))
+    for setting in STUDIES["confirmation"].settings:
+        kind, value = parse("arwp").full_strength
+        assert f"arwp:{kind}={value}" in {e.config.method for e in plan.of(setting, "defaults")}
+
+
+def test_a_line_of_another_default_is_no_row_of_this_one(tmp_path, monkeypatch):
+    """The strength is part of a run's identity; the baseline has none, and its line counts on."""
+    study = STUDIES["cifar10-noisy"]
+    old = pinned
+    monkeypatch.setattr("studies.plan.pinned", lambda m: changed(old(m)))
+    before = fill(study, tmp_path)
+    monkeypatch.setattr("studies.plan.pinned", old)
+    findings = Findings(study, Evidence(tmp_path, study.name))
+    (setting,) = study.settings
+    assert {row.name for row in findings.rows(setting, "defaults")} == {
+        "SGD",
+        "RWP (rise 0.2)",
+        "m-RWP (rise 0.2)",
+    }
+    assert len(before.lines) == 6 * 5
+
+
+def changed(spec):
+    """Another default than today's, where the strength is not given by the study itself."""
+    kind, value = spec.strength or ("", 0.0)
+    return spec.with_options(**{kind: 2 * value}) if kind and value != 0.2 else spec
+
+
+def test_the_confirmation_goes_from_cheap_to_dear_and_compares_like_with_like(tmp_path):
+    study = STUDIES["confirmation"]
+    plan = make_plan(study, Evidence(tmp_path, study.name))
+    order = list(dict.fromkeys(entry.setting.name for entry in plan.entries))
+    assert order == ["wine", "breast-cancer", "mnist", "fashion-vit", "cifar100"]
+    for setting in study.settings:
+        entries = {e.name: e.config for e in plan.of(setting, "defaults") if e.config.seed == 0}
+        twice = setting.reference("m-ARWP")
+        assert setting.reference("ARWP") == setting.baseline
+        assert twice == f"{setting.baseline}, two batches"
+        mixed, control = entries["m-RWP"], entries[twice]
+        assert mixed.replace(method="") == control.replace(method="")
+        assert control.method == "m-rwp:ratio=0.0"
+        assert (control.batch, control.data_seed) == (setting.config.batch, 0)
 
 
 def test_the_time_of_an_entry_goes_by_passes_steps_and_batch(tmp_path):

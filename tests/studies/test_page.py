@@ -9,7 +9,7 @@ import pytest
 
 from steppe.lab.published import CIFAR, IMAGENET
 from steppe.lab.statistics import half_width, mean_std
-from studies.definitions import STUDIES
+from studies.definitions import RETIRED, STUDIES
 from studies.evidence import Evidence
 from studies.findings import CHANGES, OURS, PAPER_ORDER, Claim, Findings, primary_claims
 from studies.page import compose, write_page
@@ -185,11 +185,13 @@ def test_too_few_seeds_give_no_verdict(tmp_path):
 
 def test_how_far_the_studies_are(tmp_path):
     fill(rich(), tmp_path, take=lambda e: e.part == "defaults" and e.config.seed < 2)
-    pages, _ = compose(tmp_path, (rich(), STUDIES["cifar100"]))
+    pages, _ = compose(tmp_path, (rich(), STUDIES["paper"]))
     cells = row(pages["evidence.md"], "## Studies", r"[Rich](evidence/rich.md)")
     assert cells["runs"].startswith("24 of ")
     assert cells["processor hours"] == "0.0"
-    assert "| CIFAR-100 | " in pages["evidence.md"]  # no link to a page that is not there
+    assert (
+        "| CIFAR-10 as in the paper | " in pages["evidence.md"]
+    )  # no link to a page that is not there
     assert set(pages) == {"evidence.md", "evidence/rich.md"}
 
 
@@ -280,7 +282,9 @@ def test_the_first_page_is_read_in_minutes():
 
 
 def test_runs_from_before_the_questions_are_counted():
-    lines = [x for name in STUDIES for x in Evidence(ROOT / "evidence", name).lines.values()]
+    lines = [
+        x for name in (*STUDIES, *RETIRED) for x in Evidence(ROOT / "evidence", name).lines.values()
+    ]
     seen = sum(line.result.environment["commit"] in EARLIER for line in lines)
     said = f"{seen:,} of {len(lines):,} runs were made before these five questions were named."
     assert (said in committed("docs/evidence.md")) == bool(seen)
@@ -363,10 +367,10 @@ def test_the_equal_footing_is_the_decay_that_the_committed_trials_chose():
     assert chosen["resnet18"]["sgd"].spec.fields == {"weight_decay": setting.config.weight_decay}
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", [*STUDIES, *RETIRED])
 def test_every_committed_line_belongs_to_its_study_once(name):
     evidence = Evidence(ROOT / "evidence", name)
-    plan = make_plan(STUDIES[name], evidence)
+    plan = make_plan((STUDIES | RETIRED)[name], evidence)
     assert evidence.lines.keys() <= {entry.run for entry in plan.entries}
     whole, cut = evidence._read()
     assert (len(whole), cut) == (len(evidence.lines), b"")

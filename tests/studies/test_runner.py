@@ -264,11 +264,11 @@ def test_minima_are_measured_before_the_weights_go(tmp_path):
     assert control["adaptive_sharpness"] > 0
     assert "landscape" not in control
     assert "robustness" not in control
-    for name in ("SGD", "ARWP (rise 0.2)"):
+    for name in ("SGD", "RWP (rise 0.2)"):
         left = lines[f"mlp defaults {name} seed 0"]["robustness"]
         assert set(left) == {"none", *CHANGES}  # no BatchNorm, so once
         assert all(0 <= value <= 100 for value in left.values())
-    assert lines["mlp defaults ARWP (rise 0.2) seed 0"]["average_sharpness"] is not None
+    assert lines["mlp defaults RWP (rise 0.2) seed 0"]["average_sharpness"] is not None
 
 
 def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_path):

@@ -23,7 +23,7 @@ def tiny(minima=False, steps=8, seeds=2):
         lengths=("sgd", "arwp"),
         sweeps={"strength": ("rwp", {"ratio": (0.3, 0.6)})},
         sweep_seeds=1,
-        large=("arwp:rise=0.2",) if minima else (),
+        large=("rwp:rise=0.2",) if minima else (),
         robust=minima,
         minima=minima,
     )

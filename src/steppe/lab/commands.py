@@ -176,14 +176,14 @@ class Shared(Config):
 class Compare:
     """Train several methods on several seeds and report which differ.
 
-    Without options: the paper's six methods at default strengths (for safety) and arwp:rise=0.2 (for
+    Without options: the paper's six methods at default strengths (for safety) and rwp:rise=0.2 (for
     compression) on the recipe `digits`. Each seed gives all methods the same initial weights and data
     order. Finished runs are reused.
     Example: steppe compare sgd sam:rho=.1 arwp:ratio=.6,eta=1 --recipe cifar10-small --seeds 5
     """
 
     methods: Annotated[Positional[Words], tyro.conf.arg(metavar="[METHOD ...]")] = ()
-    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp arwp:rise=0.2 (never tuned; not with --no-robustness)."""
+    """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp rwp:rise=0.2 (never tuned; not with --no-robustness)."""
     recipe: Maybe[str] = None
     """Start from this recipe. Not given: digits; none where --data, --model or --config is given."""
     config: Maybe[Path] = None

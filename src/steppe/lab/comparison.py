@@ -207,7 +207,7 @@ def compare(
             name, a folder or a CSV file.
         methods: Texts such as "arwp:ratio=.6", or methods such as `steppe.arwp(ratio=0.6)`. The
             first "sgd" without settings of its own is the baseline; without one, the first method. By
-            default the paper's six, and "arwp:rise=0.2" where robustness is shown.
+            default the paper's six, and "rwp:rise=0.2" where robustness is shown.
         seeds: How many seeds, or which.
         config: Everything else (epochs, batch, lr …): a `Config` or a mapping of its fields.
         task: A `Task`, or "classification", "regression" or module:function.

@@ -90,7 +90,7 @@ class Course:
             cpu_seconds=self.clock.cpu,
             flops=flops,
             parameters=sum(p.numel() for p in self.trainer.model.parameters()),
-            strength=parse(self.config.method).strength_for(self.trainer.model),
+            strength=parse(self.config.method).full_strength,
             perturbation=mean_record(self.perturbation),
             data_note=self.data.note,
             message=message,

@@ -6,15 +6,13 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import steppe
 from steppe.lab.coercion import coerce, field_types, literal
 from steppe.lab.config import Config, Value
 from steppe.lab.errors import LabError, unknown
-
-if TYPE_CHECKING:
-    from torch import nn
 
 METHODS = (
     *("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp"),
@@ -23,7 +21,7 @@ METHODS = (
 """The functions of `steppe` that make methods, with hyphens."""
 PAPER = ("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp")
 """The six methods of the paper's tables."""
-LARGE = "arwp:rise=0.2"
+LARGE = "rwp:rise=0.2"
 """The setting for compression: shown beside the default wherever robustness is, and never tuned."""
 
 STRENGTHS = ("sigma", "ratio", "rho", "rise")
@@ -83,14 +81,12 @@ class Spec:
         """Whether it has the strength that is fixed by its purpose."""
         return self.strength == ("rise", 0.2)
 
-    def strength_for(self, model: nn.Module | None) -> tuple[str, float] | None:
-        """The strength as given, or the default for this model; None for the baseline."""
+    @cached_property
+    def full_strength(self) -> tuple[str, float] | None:
+        """The strength as given, or the method's default; None for the baseline."""
         if self.strength is not None:
             return self.strength
-        method = self._make(self.options)
-        if model is not None:
-            method = method.for_model(model)
-        for each in method.passes:
+        for each in self._make(self.options).passes:
             for name in STRENGTHS:
                 value = getattr(each.perturbation, name, None)
                 if isinstance(value, int | float):
@@ -98,22 +94,25 @@ class Spec:
         return None
 
     @property
+    def steered(self) -> bool:
+        return self.full_strength is not None and self.full_strength[0] == "rise"
+
+    @property
     def shape(self) -> str:
         """How the strength goes over training: cosine, linear or constant; a rise ramps itself."""
         usual = "cosine" if self.name in INCREASING else "constant"
-        chosen = str(self.options.get("schedule", RAMPED if "rise" in self.options else usual))
+        chosen = str(self.options.get("schedule", RAMPED if self.steered else usual))
         if chosen not in SCHEDULES and chosen != RAMPED:
             raise unknown("strength schedule", chosen, SCHEDULES)
         return chosen
 
-    def build(self, steps: int, model: nn.Module | None = None) -> steppe.Method:
-        """The method for a training of so many optimizer steps, its default strength for `model`."""
+    def build(self, steps: int) -> steppe.Method:
+        """The method for a training of so many optimizer steps."""
         method = self._make(self.options)  # checks the values
-        strength = self.strength_for(model)
-        fixed = self.shape == RAMPED or (self.shape == "constant" and "rise" not in self.options)
-        if strength is None or fixed:
-            return method if model is None else method.for_model(model)
-        kind, value = strength
+        fixed = self.shape == RAMPED or (self.shape == "constant" and not self.steered)
+        if self.full_strength is None or fixed:
+            return method
+        kind, value = self.full_strength
         return self._make({**self.options, kind: SCHEDULES[self.shape](value)}).with_steps(steps)
 
     def _make(self, options: Mapping[str, Any]) -> steppe.Method:
@@ -195,7 +194,12 @@ def as_spec(method: str | Spec | steppe.Method) -> Spec:
 
 def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
     """The spec that says what can be read off a method, and the method that its values make."""
-    noisy = next((each for each in method.passes if each.perturbation), method.passes[0])
+    noisy = _noisy(method)
+    strength = {
+        key: value
+        for key in option_names(name)
+        if key in STRENGTHS and (value := getattr(noisy.perturbation, key, None)) is not None
+    }
     values: dict[str, Any] = {
         "lam": noisy.weight,
         "same_batch": method.feed == "one",
@@ -207,10 +211,9 @@ def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
     exact: dict[str, Any] = {}
     for key, parameter in inspect.signature(_function(name)).parameters.items():
         value = values.get(key, getattr(noisy.perturbation, key, None))
-        if value == parameter.default or (key in STRENGTHS and method.defaults is not None):
-            continue
-        usual = {"eta": 0.1, "rho": {"sam": 0.05, "asam": 0.5}.get(name)}.get(key)
-        if parameter.default is None and value == usual:
+        like = {} if key in STRENGTHS else strength
+        usual = getattr(_noisy(_function(name)(**like)).perturbation, key, None)
+        if value == parameter.default or (parameter.default is None and value == usual):
             continue  # what None stands for
         exact[key] = value
         if key in STRENGTHS:
@@ -222,6 +225,10 @@ def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
         written[key] = value
     strength_first = dict(sorted(written.items(), key=lambda item: item[0] not in STRENGTHS))
     return Spec(name, strength_first), _function(name)(**exact)
+
+
+def _noisy(method: steppe.Method) -> steppe.Pass:
+    return next((each for each in method.passes if each.perturbation), method.passes[0])
 
 
 def _strength_and_shape(strength: Any) -> tuple[Value, str]:

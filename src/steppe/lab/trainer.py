@@ -54,7 +54,7 @@ class Trainer:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.per_epoch = steps_of_epoch(len(self.data.train), config)
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
-        self.method = parse(config.method).build(self.steps, self.model)
+        self.method = parse(config.method).build(self.steps)
         self.optimizer = make_optimizer(self.model, config)
         self.world = world()
         self.wrapped: nn.Module = self.model

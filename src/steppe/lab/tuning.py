@@ -77,7 +77,7 @@ class Choice:
             return f"{words} of {len(self.scores)} ({self.trials} trials)"
         if self.spec.strength is not None:
             return "given"
-        return "default" if self.spec.strength_for(None) else ""
+        return "default" if self.spec.full_strength else ""
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,10 @@ def _search(spec: Spec, config: Config, how: Tune) -> _Search | None:
     """A rise where the method has one and no fixed strength is given; else multiples of what it has."""
     given = spec.strength
     if "rise" in option_names(spec.name) and (given is None or given[0] == "rise"):
-        own = given or spec.strength_for(None)
+        own = given or spec.full_strength
         usual = own[1] if own and own[0] == "rise" else None
         return _Search(spec, "rise", how.rises, usual, extends=False)
-    knob = given or spec.strength_for(None)
+    knob = given or spec.full_strength
     if knob is None or knob[1] <= 0:
         decay = float(spec.fields.get("weight_decay", config.weight_decay))
         if not how.baseline or decay <= 0:

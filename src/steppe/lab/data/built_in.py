@@ -32,17 +32,48 @@ def diabetes(*, train_size: int | None = None, seed: int = 0) -> Data:
     with the training patients' numbers, so a mean squared error of 1 is what guessing the mean
     gives.
     """
-    bunch = _sklearn_datasets().load_diabetes()
-    rows, progress = torch.from_numpy(bunch.data), torch.from_numpy(bunch.target)
-    train = _training_mask("diabetes", progress, 221 if train_size is None else train_size, seed)
-    rows, progress = (
-        ((v - v[train].mean(0)) / v[train].std(0)).to(torch.float32) for v in (rows, progress)
+    return _table("diabetes", train_size, seed)
+
+
+def breast_cancer(*, train_size: int | None = None, seed: int = 0) -> Data:
+    """569 tumours with thirty measurements each, malignant or benign; half of them to train on."""
+    return _table("breast-cancer", train_size, seed)
+
+
+def wine(*, train_size: int | None = None, seed: int = 0) -> Data:
+    """178 wines with thirteen measurements each, of three cultivars; half of them to train on."""
+    return _table("wine", train_size, seed)
+
+
+BUILT_IN = {
+    "digits": digits,
+    "diabetes": diabetes,
+    "breast-cancer": breast_cancer,
+    "wine": wine,
+}
+
+
+def _table(name: str, train_size: int | None, seed: int) -> Data:
+    """Rows of numbers, standardised like a regression's targets with the training rows' numbers."""
+    bunch = getattr(_sklearn_datasets(), f"load_{name.replace('-', '_')}")()
+    rows, targets = torch.from_numpy(bunch.data), torch.from_numpy(bunch.target)
+    size = len(rows) // 2 if train_size is None else train_size
+    train = _training_mask(name, targets, size, seed)
+    rows = _standardised(rows, train)
+    regression = targets.is_floating_point()
+    targets = _standardised(targets, train) if regression else targets.long()
+    return Data.divided(
+        name,
+        rows,
+        targets,
+        ~train,
+        classes=None if regression else int(targets.max()) + 1,
+        note=f"{int(train.sum())} training samples of {len(rows)}, the rest test",
     )
-    note = f"{int(train.sum())} training samples of {len(rows)}, the rest test"
-    return Data.divided("diabetes", rows, progress, ~train, note=note)
 
 
-BUILT_IN = {"digits": digits, "diabetes": diabetes}
+def _standardised(values: Tensor, train: Tensor) -> Tensor:
+    return ((values - values[train].mean(0)) / values[train].std(0)).to(torch.float32)
 
 
 def _training_mask(name: str, targets: Tensor, size: int, seed: int) -> Tensor:
@@ -56,6 +87,6 @@ def _sklearn_datasets() -> Any:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(
-            "digits and diabetes come with scikit-learn. Install it: pip install 'steppe[lab]'."
+            f"{' and '.join(BUILT_IN)} come with scikit-learn. Install it: pip install 'steppe[lab]'."
         ) from error
     return datasets

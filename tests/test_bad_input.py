@@ -54,6 +54,39 @@ def test_strengths_of_the_wrong_type():
         steppe.sam([1])
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: steppe.arwp(0.1, eta="1"), "eta must be a number, got '1'."),
+        (lambda: steppe.arwp(0.1, beta="1"), "beta must be a number, got '1'."),
+        (lambda: steppe.arwp(0.1, exponent=None), "exponent must be a number, got None."),
+        (lambda: steppe.m_rwp(0.1, lam="1"), "lam must be a number, got '1'."),
+        (lambda: steppe.msam(momentum="1"), "momentum must be a number, got '1'."),
+        (lambda: steppe.lpf_sgd(0.1, samples=2.5), "samples must be a whole number, got 2.5."),
+        (lambda: steppe.cosine_increase(0, 1, "9"), "steps must be a number, got '9'."),
+        (lambda: steppe.mixed("rwp"), "mixed() takes a method such as steppe.rwp(), got 'rwp'."),
+        (lambda: steppe.Method("m", (steppe.rwp(0.1),)), "A pass is such as steppe.Pass("),
+        (lambda: steppe.Method("m", (steppe.Pass(steppe.rwp(0.1)),)), "A pass is such as steppe.Pass("),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_wrong_type(make, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make()
+
+
+def test_parts_of_a_batch_are_counted_in_whole_samples():
+    for m in (2.5, "4"):
+        with pytest.raises(ValueError, match=f"at least 1, got m={m!r}"):
+            steppe.sam(m=m)
+
+
+def test_a_schedule_that_gives_no_number():
+    model = mlp()
+    steppe.attach(model, sgd(model), steppe.rwp(lambda step: "strong"))
+    with pytest.raises(TypeError, match="sigma: the schedule gave 'strong' at step 0, no number"):
+        model(batch()[0])
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -63,13 +96,22 @@ def test_attach_refuses_things_of_the_wrong_kind():
     cases = [
         (("model", sgd(model), steppe.rwp()), "model must be a torch.nn.Module, got str"),
         ((model, model, steppe.rwp()), "optimizer must be a torch.optim.Optimizer, got Sequential"),
+        ((sgd(model), model, steppe.rwp()), "got SGD. The order is attach(model, optimizer, method)."),
+        ((model, model.parameters(), steppe.rwp()), "got generator. Make one first: torch.optim.SGD("),
+        ((model, torch.optim.SGD, steppe.rwp()), "got the class SGD. Make one first"),
+        ((model, torch.optim.lr_scheduler.StepLR(sgd(model), 1), steppe.rwp()), "got StepLR."),
         ((model, sgd(model), "rwp"), "method must be a steppe.Method such as steppe.arwp(), got 'rwp'."),
+        ((model, sgd(model), "m-rwp"), "got 'm-rwp'. Did you mean steppe.m_rwp()?"),
         ((model, sgd(model), steppe.rwp), "Did you mean steppe.rwp()?"),
         ((model, torch.optim.LBFGS(model.parameters()), steppe.rwp()), "LBFGS calls its closure many times"),
     ]  # fmt: skip
     for arguments, message in cases:
         with pytest.raises(TypeError, match=re.escape(message)):
             steppe.attach(*arguments)
+    for option in ("exclude", "include_frozen"):
+        for given, got in ((3, "int"), ([model[0].weight], "Parameter"), (None, "NoneType")):
+            with pytest.raises(TypeError, match=f"{option} takes names of parameters.*got {got}"):
+                steppe.attach(model, sgd(model), steppe.rwp(), **{option: given})
     with pytest.raises(TypeError, match="seed must be an int, got 'a'"):
         steppe.attach(model, sgd(model), steppe.rwp(), seed="a")
     with pytest.raises(TypeError, match="scaler must be a torch.amp.GradScaler, got int"):

@@ -64,6 +64,23 @@ def test_every_argument_of_a_method_is_explained():
     assert said == taken
 
 
+METHODS = [
+    function
+    for name, function in inspect.getmembers(steppe.methods, inspect.isfunction)
+    if name in steppe.__all__ and inspect.signature(function).parameters
+]
+
+
+@pytest.mark.parametrize("function", [steppe.attach, *METHODS], ids=lambda f: f.__name__)
+def test_every_argument_is_in_the_docstring(function):
+    """In a section that the reference renders: an entry, or named in the entry of the one it is like."""
+    section = inspect.getdoc(function).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+    shared = " ".join(re.findall(r"as in `\w+`, like ([^.;]+)", section))
+    taken = list(inspect.signature(function).parameters)
+    assert entries == [name for name in taken if not re.search(rf"\b{name}\b", shared)]
+
+
 HOME = "https://github.com/steppe-torch/steppe/blob/main/"
 RAW = "https://raw.githubusercontent.com/steppe-torch/steppe/main/"
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -68,6 +69,22 @@ def test_the_package_does_not_import_the_studies():
 def test_the_version_is_the_same_everywhere():
     assert f"\nversion: {steppe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {steppe.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_versions_of_python_agree():
+    """What pyproject.toml requires and names is what the workflow tests, with both commands."""
+    yaml = pytest.importorskip("yaml")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    kind = "Programming Language :: Python :: 3."
+    named = [c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith(kind)]
+    assert project["requires-python"] == f">={named[0]}"
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.exists():
+        pytest.skip("the source package has no workflow")
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    for name, job in jobs.items():
+        assert job["strategy"]["matrix"]["python"] == named, name
+        assert any(step.get("run", "").startswith(f"make {name}") for step in job["steps"])
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from steppe.distributed import AscentOf, Asked, Noise, PassesOver, find_ranks
+from steppe import methods
+from steppe.distributed import AscentOf, Asked, Noise, PassesOver, find_ranks, parameter_names
 from steppe.frozen import FrozenLinear, find_frozen
 from steppe.hooks import Hooks, attached
 from steppe.layout import Shards, sharding
@@ -201,7 +201,7 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
     for name in ("optimizer", "base_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer) and (
-            inner.param_groups is optimizer.param_groups
+            inner.param_groups is getattr(optimizer, "param_groups", None)
         ):
             return inner
     return None
@@ -234,7 +234,7 @@ def choose(
             "Attach the model whose parameters the optimizer was made from."
         )
     patterns = _checked(exclude, names)
-    included = [include_frozen] if isinstance(include_frozen, str) else list(include_frozen)
+    included = _patterns("include_frozen", include_frozen)
     candidates = {p: k for p, k in names.items() if not _excluded(k, patterns)}
     frozen = find_frozen(model, method, candidates, included)
     renormed = _renormed(model)
@@ -257,6 +257,15 @@ def choose(
     return Choice(perturbed, skipped, frozen)
 
 
+def _patterns(option: str, given: Any) -> list[str]:
+    one = isinstance(given, str) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if one else list(given)
+    for name in (name for name in found if not isinstance(name, str)):
+        example = f'{option}=("*.weight",)'
+        raise TypeError(f"{option} takes names of parameters, as in {example}; got {_kind(name)}.")
+    return found
+
+
 def _excluded(names: Iterable[str], patterns: Iterable[str]) -> str | None:
     """The first pattern that leaves a parameter with these names out."""
     return next((p for p in patterns if any(fnmatchcase(name, p) for name in names)), None)
@@ -264,7 +273,7 @@ def _excluded(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 
 def _checked(exclude: Iterable[str], names: Mapping[nn.Parameter, list[str]]) -> list[str]:
     """The patterns to leave out, with a warning where one matches nothing."""
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    patterns = _patterns("exclude", exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for known in names.values() for name in known):
             warnings.warn(f"exclude={pattern!r} matches no parameter of the model.", stacklevel=4)
@@ -299,27 +308,12 @@ def _reason_to_skip(
     return None
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter (tied ones have several), without what wrappers add."""
-    wrappers = [
-        f"{name}.module.".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) or getattr(module, "only_wraps", False)
-    ]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        for wrapper in reversed(wrappers):  # inner ones first
-            if name.startswith(wrapper):
-                name = wrapper.removesuffix("module.") + name.removeprefix(wrapper)
-        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-            name = name.replace(wrapper, "")
-        names.setdefault(param, []).append(name)
-    return names
-
-
 def _check_model_and_seed(model: object, seed: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {_kind(model)}. The order is attach(model, optimizer, "
+            "method)."
+        )
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(f"seed must be an int, got {seed!r}.")
 
@@ -330,7 +324,8 @@ def _check_kinds(
     _check_model_and_seed(model, seed)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. Make one first: "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -338,10 +333,14 @@ def _check_kinds(
             "an optimizer that takes one gradient a step (SGD, Adam, AdamW, …)."
         )
     if not isinstance(method, Method):
-        name = getattr(method, "__name__", "arwp")
-        hint = f" Did you mean steppe.{name}()?" if callable(method) else ""
+        name = getattr(method, "__name__", str(method).replace("-", "_"))
+        hint = f" Did you mean steppe.{name}()?" if hasattr(methods, name) else ""
         raise TypeError(
             f"method must be a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}.")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

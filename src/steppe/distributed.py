@@ -284,3 +284,21 @@ def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None
             f'into; {works}, … ranks work. Or choose passes_over="microbatches".'
         )
     return count
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter (tied ones have several), without what wrappers add."""
+    wrappers = [
+        f"{name}.module.".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) or getattr(module, "only_wraps", False)
+    ]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        for wrapper in reversed(wrappers):  # inner ones first
+            if name.startswith(wrapper):
+                name = wrapper.removesuffix("module.") + name.removeprefix(wrapper)
+        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+            name = name.replace(wrapper, "")
+        names.setdefault(param, []).append(name)
+    return names

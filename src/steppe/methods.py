@@ -1,16 +1,4 @@
-"""Methods: every algorithm as a tuple of passes.
-
-sgd()              = [clean]
-rwp(s)             = [Gaussian(s)]
-arwp(s, eta, beta) = [AdaptiveGaussian(s, eta, beta)]
-mixed(m, lam)      = [(clean, 1-lam), (m, lam)]             m_rwp, m_arwp
-sam(rho)           = [(clean, 0), (Ascent(rho), 1)]         same batch, in sequence
-asam(rho)          = sam with the ascent scaled by |w|
-lpf_sgd(s, M)      = [(Gaussian(s), 1/M)] * M               a fresh eps each
-antithetic_rwp(s)  = [(Gaussian(s), 1/2), (the same eps, negated, 1/2)]
-msam(rho)          = [MomentumAscent(rho)]
-flat_lora(r)       = [Gaussian(r)] on the merged weights of LoRA layers
-"""
+"""Methods: every algorithm as a tuple of passes (docs/methods.md writes each as a line)."""
 
 from __future__ import annotations
 
@@ -25,7 +13,7 @@ from steppe.perturbations import (
     MomentumAscent,
     Perturbation,
 )
-from steppe.schedules import Strength, needs_steps, with_steps
+from steppe.schedules import Strength, check_number, needs_steps, with_steps
 from steppe.strength import MIXED_RISE, RISE
 
 Feed = Literal["one", "each", "slices"]
@@ -60,6 +48,9 @@ class Method:
     """Perturb the merged weights of LoRA layers, by noise on their frozen base, and nothing else."""
 
     def __post_init__(self) -> None:
+        for p in self.passes:
+            if not (isinstance(p, Pass) and isinstance(p.perturbation, Perturbation | None)):
+                raise TypeError(f"A pass is such as steppe.Pass(steppe.Gaussian(0.01)), got {p}.")
         if not self.passes:
             raise ValueError("A method needs at least one pass.")
         total = sum(p.weight for p in self.passes)
@@ -135,8 +126,12 @@ def rwp(
 ) -> Method:
     """Random weight perturbation: the gradient at w + eps, eps filter-wise Gaussian. One pass.
 
-    The paper raises sigma over training: `rwp(cosine_increase(0, 0.01, steps))`. `rise` gives the
-    strength by its effect: by how much eps may raise the expected training loss, in the loss's unit.
+    Args:
+        sigma: std of eps per entry as a part of its filter's norm, at least 0; the paper uses 0.005 to 0.02. This and
+            the other strengths, of which one is given, are numbers or schedules (`cosine_increase(0, 0.01, steps)`).
+        ratio: length of eps on a filter as a part of the filter's length, at least 0; 0.05 to 0.6 are usual.
+        rise: by how much eps may raise the expected training loss, in the loss's unit; the default, see docs/choosing.md.
+        isotropic: sigma is the std itself, the same for every weight.
 
     Examples:
         >>> rwp(0.01).passes
@@ -158,10 +153,12 @@ def arwp(
 ) -> Method:
     """Adaptive random weight perturbation: less noise where gradients have been large. One pass.
 
-    `exponent` is 1/4 as the paper prints it; the authors' released code computes 1/2.
-    `elementwise` is the paper's first form, with a history per weight and no filter norms. `eta` is
-    0.1 with sigma or ratio, as in the paper; with `rise` the history is taken relative to its mean
-    over all filters, and `eta` is 10.
+    Args:
+        sigma: as in `rwp`, like ratio and rise; with a rise the history v is relative to its mean over all filters.
+        eta: how past gradients shrink the noise, by (1 + eta v)^(-exponent): at least 0 (RWP), 0.1 or with a rise 10.
+        beta: memory of the history, v <- beta v + ‖g‖², in [0, 1).
+        exponent: at least 0; 1/4 is the paper's formula, 1/2 the authors' code.
+        elementwise: a history per weight and no filter norms, the paper's first form; needs sigma or rise.
     """
     rise = _given(rise, sigma, ratio)
     if elementwise:
@@ -180,9 +177,14 @@ def arwp(
 def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Method:
     """A one-pass method mixed with the clean gradient: lam g(w + eps) + (1 - lam) g(w). Two passes.
 
-    The two gradients take different batches and do not need each other, so that two devices run
-    them at once. `same_batch=True` is the paper's ablation.
+    Args:
+        method: of one pass, such as `rwp()` or `flat_lora()`.
+        lam: weight of the perturbed gradient, in [0, 1].
+        same_batch: both gradients from one batch (the paper's ablation), not from one each, as two devices can.
     """
+    if not isinstance(method, Method):
+        raise TypeError(f"mixed() takes a method such as steppe.rwp(), got {method!r}.")
+    check_number("lam", lam)
     if not 0 <= lam <= 1:
         raise ValueError(f"lam must be in [0, 1], got {lam}.")
     if len(method.passes) != 1:
@@ -208,7 +210,13 @@ def m_rwp(
     lam: float = 0.5,
     same_batch: bool = False,
 ) -> Method:
-    """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes."""
+    """Mixed RWP: bears stronger noise than RWP, since half of the gradient is clean. Two passes.
+
+    Args:
+        sigma: as in `rwp`, like ratio, rise (of the perturbed pass, not of the mixture) and isotropic.
+        lam: weight of the perturbed gradient, in [0, 1].
+        same_batch: both gradients from one batch; see `mixed`.
+    """
     rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     noise = rwp(sigma, ratio=ratio, rise=rise, isotropic=isotropic)
     return mixed(noise, lam, same_batch=same_batch)
@@ -226,7 +234,14 @@ def m_arwp(
     lam: float = 0.5,
     same_batch: bool = False,
 ) -> Method:
-    """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices."""
+    """Mixed ARWP: at or above SAM in 10 of the paper's 12 cells. Two passes, parallel on two devices.
+
+    Args:
+        sigma: as in `rwp`, like ratio and rise (of the perturbed pass, not of the mixture).
+        eta: as in `arwp`, like beta, exponent and elementwise.
+        lam: weight of the perturbed gradient, in [0, 1].
+        same_batch: both gradients from one batch; see `mixed`.
+    """
     rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     shape = {"eta": eta, "beta": beta, "exponent": exponent}
     method = arwp(sigma, ratio=ratio, rise=rise, **shape, elementwise=elementwise)  # type: ignore[arg-type]
@@ -242,12 +257,14 @@ def sam(
 ) -> Method:
     """Sharpness-aware minimization: the gradient at w + rho g/‖g‖. Two passes, in sequence.
 
-    rho is 0.05 unless given; `rise` sets rho = rise / ‖g‖ instead, at most 0.5.
-    `m`: m-sharpness, each part of m samples with an ascent of its own. `same_batch=False` takes the
-    two gradients from different batches, which is known to hurt (paper, batch ablation).
+    Args:
+        rho: length of the ascent step, at least 0.
+        m: m-sharpness: each part of m samples has an ascent of its own; at least 1.
+        same_batch: False takes the two gradients from different batches, which hurts (paper, batch ablation).
+        rise: in place of rho: rho = rise / ‖g‖, at most 0.5. In the loss's unit.
     """
-    if m is not None and (m < 1 or not same_batch):
-        problem = f"got m={m}" if m < 1 else "and m-sharpness needs same_batch=True"
+    if m is not None and not (isinstance(m, int) and m >= 1 and same_batch):
+        problem = f"got m={m!r}" if same_batch else "and m-sharpness needs same_batch=True"
         raise ValueError(f"m is the number of samples in a part, at least 1, {problem}.")
     return Method(
         "sam",
@@ -260,7 +277,10 @@ def sam(
 def asam(rho: Strength | None = None, eta: float = 0.01, *, rise: Strength | None = None) -> Method:
     """Adaptive SAM: the ascent scaled by |w| + eta, so that rescaled layers look the same.
 
-    rho is 0.5 unless given; `rise` sets rho = rise / ‖T g‖ instead, at most 5.
+    Args:
+        rho: length of the ascent step in weights divided by their size T = |w| + eta, at least 0.
+        eta: added to the size of each weight, at least 0.
+        rise: in place of rho: rho = rise / ‖T g‖, at most 5. In the loss's unit.
     """
     rho = 0.5 if rho is rise is None else rho
     ascent = Ascent(rho, adaptive=True, eta=eta, rise=rise)
@@ -270,9 +290,14 @@ def asam(rho: Strength | None = None, eta: float = 0.01, *, rise: Strength | Non
 def lpf_sgd(
     sigma: Strength | None = None, samples: int = 8, *, rise: Strength | None = None
 ) -> Method:
-    """LPF-SGD: the batch in `samples` slices, each at its own w + eps."""
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}.")
+    """LPF-SGD: the batch in `samples` slices, each at its own w + eps.
+
+    Args:
+        sigma: std of eps per entry as a part of its filter's norm, at least 0.
+        samples: slices of the batch, at least 1.
+        rise: as in `rwp`, in place of sigma.
+    """
+    check_number("samples", samples, whole=True)
     one = Pass(Gaussian(sigma, rise=_given(rise, sigma)), weight=1 / samples, fresh=True)
     return Method("lpf_sgd", (one,) * samples, feed="slices")
 
@@ -284,14 +309,23 @@ def antithetic_rwp(
     rise: Strength | None = None,
     isotropic: bool = False,
 ) -> Method:
-    """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch."""
+    """RWP at w + eps and at w - eps: the odd part of the noise cancels. Two passes, one batch.
+
+    Args:
+        sigma: as in `rwp`, like ratio, rise and isotropic.
+    """
     noise = Gaussian(sigma, ratio, isotropic, _given(rise, sigma, ratio))
     pair = tuple(Pass(noise, weight=0.5, stream=0, sign=sign) for sign in (1.0, -1.0))
     return Method("antithetic_rwp", pair)
 
 
 def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
-    """Momentum SAM: the perturbation is the momentum of past gradients. One pass."""
+    """Momentum SAM: the perturbation is the momentum of past gradients. One pass.
+
+    Args:
+        rho: length of the step against the momentum, at least 0.
+        momentum: memory of the gradients, v <- momentum v + g, in [0, 1).
+    """
     return Method("msam", (Pass(MomentumAscent(rho, momentum)),))
 
 
@@ -300,6 +334,10 @@ def flat_lora(*, ratio: Strength | None = None, rise: Strength | None = None) ->
 
     The noise is on the frozen base, with a std from the rows of the merged weight, out of place: the base
     is neither written nor copied.
+
+    Args:
+        ratio: length of the noise on a row as a part of the merged row's length, at least 0; the paper's unit.
+        rise: by how much the noise may raise the expected training loss; the default, see docs/choosing.md.
     """
     noise = Gaussian(ratio=ratio, rise=_given(rise, ratio))
     return Method("flat_lora", (Pass(noise),), merged=True)

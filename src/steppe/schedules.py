@@ -38,6 +38,8 @@ class Ramp(ABC):
     def __post_init__(self) -> None:
         check_strength("start", self.start)
         check_strength("end", self.end)
+        if self.steps is not None:
+            check_number("steps", self.steps)
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}.")
 
@@ -102,7 +104,11 @@ def strength_at(strength: Strength, step: int, *, name: str = "strength") -> flo
     """The strength at an optimizer step, checked."""
     if not callable(strength):
         return float(strength)
-    value = float(strength(step))
+    found = strength(step)
+    try:
+        value = float(found)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: the schedule gave {found!r} at step {step}, no number.") from None
     check_strength(f"{name}: the schedule's value at step {step}", value)
     return value
 
@@ -117,12 +123,23 @@ def check_strength(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")
 
 
+def check_number(name: str, value: object, *, whole: bool = False) -> None:
+    """Raise unless `value` is a number, and a whole one of at least 1 where it counts something."""
+    kind, wanted = (numbers.Integral, "a whole number") if whole else (numbers.Real, "a number")
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {value!r}.")
+    if whole and value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
 def check_nonnegative(name: str, value: float) -> None:
+    check_number(name, value)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")
 
 
 def check_decay(name: str, value: float) -> None:
+    check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}.")
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from steppe import analysis
 from steppe.analysis import (
     Problem,
     interpolate,
@@ -174,6 +175,27 @@ BAD = {
         lambda m, x, y: Problem(m, F.cross_entropy, (x, y), microbatch=0),
         "microbatch must be at least 1, got 0",
     ),
+    "microbatch text": (
+        lambda m, x, y: Problem(m, F.cross_entropy, (x, y), microbatch="4"),
+        "microbatch must be a whole number, got '4'",
+    ),
+    "weight decay": (
+        lambda m, x, y: Problem(m, F.cross_entropy, (x, y), weight_decay="1"),
+        "weight_decay must be a number, got '1'",
+    ),
+    "model": (
+        lambda m, x, y: Problem(lambda: m, F.cross_entropy, (x, y)),
+        r"model must be a torch\.nn\.Module, got function\. Call what makes it first",
+    ),
+    "loss name": (lambda m, x, y: Problem(m, "nll", (x, y)), "loss must be a function.*got str"),
+    "loss class": (
+        lambda m, x, y: Problem(m, nn.CrossEntropyLoss, (x, y)),
+        "loss must be a function.*got the class CrossEntropyLoss",
+    ),
+    "params number": (
+        lambda m, x, y: Problem(m, F.cross_entropy, (x, y), params=[0]),
+        'params takes names, patterns such as "layer1.\\*" or parameters; got 0',
+    ),
 }
 
 
@@ -182,3 +204,21 @@ def test_bad_problems_raise_at_once(make, message):
     model, (x, y) = settled_net("conv")
     with pytest.raises((ValueError, TypeError), match=message):
         make(model, x, y)
+
+
+@pytest.mark.parametrize(
+    "analyse",
+    [
+        analysis.landscape,
+        lambda m: analysis.interpolate(m, m),
+        analysis.top_eigs,
+        analysis.spectrum,
+        lambda m: analysis.perturbation_curve(m, [0.1]),
+        lambda m: analysis.sharpness(m, 0.1),
+        analysis.robustness,
+        lambda m: analysis.ensemble(m, ratio=0.1),
+    ],
+)
+def test_analyses_ask_for_a_problem(analyse):
+    with pytest.raises(TypeError, match=r"takes a Problem: Problem\(model, loss.*Got Linear"):
+        analyse(nn.Linear(2, 2))

@@ -137,6 +137,26 @@ def test_mistakes_are_explained(model, data, said):
         compared(model, data)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"methods": "sgd"}, r"methods must be a list such as \["),
+        ({"methods": ["sgd"], "seeds": "two"}, "seeds must be their number or a list.*got 'two'"),
+        ({"methods": ["sgd"], "seeds": 2.5}, "seeds must be their number or a list.*got 2.5"),
+    ],
+)
+def test_mistakes_in_methods_and_seeds_are_explained(options, said):
+    with pytest.raises(LabError, match=said):
+        compare(**options, config=Config(steps=2), store=None, progress=False)
+
+
+def test_data_that_are_not_finite_are_not_blamed_on_the_learning_rate():
+    bad = X.clone().fill_(float("nan")), CLASSES
+    result = compare(net, (bad, bad), ["sgd"], seeds=1, config=QUICK, store=None, progress=False)
+    with pytest.raises(LabError, match="look for values that are not finite in the data"):
+        str(result)
+
+
 def test_a_config_may_be_a_mapping():
     result = train({**QUICK, "train_size": 50}, store=None, progress=False)
     assert (result.steps, result.config.train_size) == (3, 50)

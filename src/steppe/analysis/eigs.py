@@ -11,7 +11,7 @@ from torch import Tensor
 
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.results import Result
 
@@ -61,6 +61,7 @@ def top_eigs(
         >>> [round(value, 6) for value in top_eigs(problem, k=2, tol=1e-9).values.tolist()]
         [9.0, 4.0]
     """
+    check_problem(problem)
     _check(problem, k, smallest, tol, max_steps)
     origin = problem.describe()
     settings = {"analysis": "top_eigs", "k": k, "tol": tol, "smallest": smallest, "seed": seed}

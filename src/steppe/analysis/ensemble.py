@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steppe.analysis.calibration import calibration_error
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -79,6 +79,7 @@ def ensemble(
         >>> [round(value, 4) for value in ensemble(problem, ratio=0.0, samples=2).averaged[1].tolist()]
         [0.3133, 1.0, 0.2689]
     """
+    check_problem(problem)
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}.")
     if problem.bn == "recalibrate":

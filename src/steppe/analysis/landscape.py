@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.analysis.directions import filter_normalised, length
-from steppe.analysis.problem import Problem, digest
+from steppe.analysis.problem import Problem, check_problem, digest
 from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -82,6 +82,7 @@ def landscape(
         >>> landscape(problem, n=3).loss[1, 1].item()
         0.0
     """
+    check_problem(problem)
     if n < 2 or not (span > 0 and math.isfinite(span)):
         raise ValueError(f"n must be at least 2 and span above 0, got n={n}, span={span}.")
     origin = problem.describe()
@@ -129,6 +130,7 @@ def interpolate(
     `bn="eval"` the stored statistics are interpolated as the weights are; between two nets they
     fit neither, and `bn="recalibrate"` says more.
     """
+    check_problem(problem)
     if n < 2 or not end > start:
         raise ValueError(f"n must be at least 2 and end above start, got {n}, {start}, {end}.")
     model = other.model if isinstance(other, Problem) else other

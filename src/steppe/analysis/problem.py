@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from steppe.analysis.replica import Replica
+from steppe.schedules import check_number
 
 BatchNormMode = Literal["eval", "batch", "recalibrate"]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -53,8 +54,9 @@ class Problem:
     def __post_init__(self) -> None:
         if self.bn not in get_args(BatchNormMode):
             raise ValueError(f'bn must be "eval", "batch" or "recalibrate", got {self.bn!r}.')
-        if self.microbatch < 1:
-            raise ValueError(f"microbatch must be at least 1, got {self.microbatch}.")
+        check_number("microbatch", self.microbatch, whole=True)
+        check_number("weight_decay", self.weight_decay)
+        _check_kinds(self.model, self.loss)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         object.__setattr__(self, "data", _as_samples(self.data, dtype))
         if self.params is not None:
@@ -132,6 +134,27 @@ class Problem:
             _check_mean(self.loss, output, y.to(replica.device), loss)
 
 
+def check_problem(problem: object) -> None:
+    """Refuse what is not a problem, as every analysis does first."""
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            "An analysis takes a Problem: Problem(model, loss, (x, y)). Got "
+            f"{type(problem).__name__}."
+        )
+
+
+def _check_kinds(model: object, loss: object) -> None:
+    if not isinstance(model, nn.Module):
+        hint = " Call what makes it first." if callable(model) else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.{hint}")
+    if isinstance(loss, type) or not callable(loss):
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise TypeError(
+            "loss must be a function of outputs and targets, such as F.cross_entropy or "
+            f"nn.CrossEntropyLoss(); got {got}."
+        )
+
+
 def _check_mean(loss: Loss, output: Any, y: Tensor, value: Tensor) -> None:
     """Samples given twice must not change a mean; a sum would double without an error."""
     if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(y):
@@ -156,6 +179,10 @@ def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> li
         return names
     chosen: set[str] = set()
     for want in params:
+        if not isinstance(want, str | Tensor):
+            raise TypeError(
+                f'params takes names, patterns such as "layer1.*" or parameters; got {want!r}.'
+            )
         if isinstance(want, Tensor):
             found = [name for name, p in named.items() if p is want]
             what = f"a tensor of shape {tuple(want.shape)}"

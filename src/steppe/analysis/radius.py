@@ -21,7 +21,7 @@ from steppe.analysis.directions import (
     weighted_mean,
 )
 from steppe.analysis.hessian import Hessian
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -121,6 +121,7 @@ def perturbation_curve(
         >>> perturbation_curve(problem, [1.0, 2.0], kinds=["random"]).loss
         tensor([[0.5000, 2.0000]], dtype=torch.float64)
     """
+    check_problem(problem)
     lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
     count = min(16, problem.size) if directions is None else directions
     _check(problem, lengths, kinds, batch, count, scale, steps)

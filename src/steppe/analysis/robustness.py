@@ -22,7 +22,7 @@ from steppe.analysis.changes import (
     WeightNoise,
     input_scale,
 )
-from steppe.analysis.problem import Problem, digest
+from steppe.analysis.problem import Problem, check_problem, digest
 from steppe.analysis.progress import Checkpoint, Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
@@ -75,6 +75,7 @@ def robustness(
         >>> robustness(problem, [Rounding(2), Pruning(1.0)]).accuracy
         tensor([[1.0000, 1.0000, 0.5000]], dtype=torch.float64)
     """
+    check_problem(problem)
     chosen = (Change(), *(standard_changes(problem) if changes is None else changes))
     _check(problem, chosen, include, draws, recalibration_samples)
     counts = tuple(2 * draws if change.random else 1 for change in chosen)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steppe.analysis.directions import ascend, random_like, sam_direction, weighted_mean
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
@@ -72,6 +72,7 @@ def sharpness(
         >>> round(sharpness(problem, rho=0.1, steps=50).value, 6)   # lambda_max is 4
         0.02
     """
+    check_problem(problem)
     _check(rho, case, m, draws, steps)
     parts = -(-problem.samples // m)
     edges = [round(i * problem.samples / parts) for i in range(parts + 1)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steppe.analysis.hessian import Hessian, ProductMode
 from steppe.analysis.lanczos import Krylov
-from steppe.analysis.problem import Problem
+from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Checkpoint, Progress, Show
 from steppe.analysis.results import Result
 
@@ -72,6 +72,7 @@ def spectrum(
         >>> round(result.trace, 6), round(result.largest, 6)
         (14.0, 9.0)
     """
+    check_problem(problem)
     for name, value in {"steps": steps, "probes": probes}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")

@@ -3,7 +3,8 @@
 The callback serves every method whose passes an unchanged loop can run. Those that need a batch
 twice (SAM), losses that run the model again inside their backward (gradient caching), and models
 that Trainer wraps (several processes, `torch_compile`), take `PerturbTrainer` in place of `Trainer`,
-since a callback sees neither batches nor the wrapper.
+since a callback sees neither batches nor the wrapper. Subclasses of Trainer, TRL's among them, take the
+same callback, and `PassesMixin` before their name where Trainer takes `PerturbTrainer`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -43,11 +44,35 @@ except ImportError as error:
 RESTORED = "the method of a checkpoint"
 """What a checkpoint says in a method's place: Trainer must not make a callback from it."""
 
-LOOP = Loop(
-    accumulate="Set TrainingArguments(gradient_accumulation_steps={n}), or a multiple of it",
-    hold="steppe.integrations.transformers.PerturbTrainer in place of Trainer does",
-    repeat="steppe.integrations.transformers.PerturbTrainer in place of Trainer",
+TRAINER = (
+    "steppe.integrations.transformers.PerturbTrainer in place of transformers.Trainer, with the same "
+    "arguments; of another Trainer make class Mine(PassesMixin, SFTTrainer)"
 )
+
+
+def loop_of(arguments: str) -> Loop:
+    """What errors tell the user of a Trainer with this class of arguments."""
+    return Loop(
+        accumulate=f"Set {arguments}(gradient_accumulation_steps={{n}}), or a multiple of it",
+        hold=TRAINER,
+        repeat=TRAINER,
+        outputs=pulled_on,
+    )
+
+
+def pulled_on(output: Any) -> Any:
+    """What the loss pulls on. Without logits but with the labels' log-probabilities (TRL's trainers),
+    the pull on the logits is exactly 2 (1 - p) of that on log p: the gradient of zeros that are added
+    to log p with this factor.
+    """
+    if not isinstance(output, Mapping) or output.get("logits") is not None:
+        return output
+    log_probs = output.get("log_probs")
+    if not isinstance(log_probs, Tensor) or not log_probs.requires_grad:
+        return output
+    zeros = torch.zeros_like(log_probs, requires_grad=True)
+    output["log_probs"] = log_probs - 2 * torch.expm1(log_probs.detach()) * zeros  # type: ignore[index]
+    return zeros
 
 
 class Perturb(TrainerCallback, ExportableState):
@@ -80,11 +105,14 @@ class Perturb(TrainerCallback, ExportableState):
         if self.trainer is None:
             self._check_plain_trainer(args)
         model = kwargs["model"] if self.trainer is None else self.trainer.model_wrapped
-        ask = "TrainingArguments(num_train_epochs=..., max_steps=...)"
+        arguments = type(args).__name__
+        self._check_reference(args, kwargs["model"])
+        ask = f"{arguments}(num_train_epochs=..., max_steps=...)"
         method = fill_in_length(self.method, state.max_steps, ask)
-        self.perturber = attach(model, kwargs["optimizer"], method, loop=LOOP, **self.options)
+        loop = loop_of(arguments)
+        self.perturber = attach(model, kwargs["optimizer"], method, loop=loop, **self.options)
         accumulated = args.gradient_accumulation_steps
-        setting = "TrainingArguments(gradient_accumulation_steps={})"
+        setting = f"{arguments}(gradient_accumulation_steps={{}})"
         check_accumulation(self.perturber, accumulated, setting)
         name = type(self).__name__
         if state.global_step:
@@ -101,9 +129,17 @@ class Perturb(TrainerCallback, ExportableState):
             problem = "With torch_compile steppe must see the compiled model."
         else:
             return
-        raise RuntimeError(
-            f"{problem} Use steppe.integrations.transformers.PerturbTrainer in place of "
-            "transformers.Trainer, with the same arguments."
+        raise RuntimeError(f"{problem} Use {TRAINER}.")
+
+    @staticmethod
+    def _check_reference(args: Any, model: nn.Module) -> None:
+        """TRL's DPO runs a PEFT model without its adapters between a forward and its backward."""
+        if getattr(args, "precompute_ref_log_probs", True) or not hasattr(model, "peft_config"):
+            return
+        raise ValueError(
+            "The reference of this training is the model itself without its adapters, run while noise is "
+            f"in its weights. Set {type(args).__name__}(precompute_ref_log_probs=True): the reference is "
+            "then run once, before training, at the true weights."
         )
 
     def _resume(self, step: int, saved: dict[str, Any] | None) -> None:

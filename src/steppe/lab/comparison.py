@@ -235,7 +235,11 @@ def compare(
 
     if methods is None:
         methods = usual_methods(robustness=robustness)
+    elif isinstance(methods, str):
+        raise LabError(f'methods must be a list such as ["sgd", "rwp"], got {methods!r}.')
     specs = _baseline_first([as_spec(method) for method in methods])
+    if isinstance(seeds, str | float):
+        raise LabError(f"seeds must be their number or a list of them, got {seeds!r}.")
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise LabError("a comparison needs at least one seed.")

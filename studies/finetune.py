@@ -35,7 +35,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import Table
 from steppe.noise import Draw
-from steppe.strength import MIXED_RISE, RISE
+from steppe.strength import RISE
 from studies.evidence import Evidence
 
 logger = logging.getLogger("steppe")
@@ -49,7 +49,7 @@ METHODS = {
         "2 batches",
         "sam:rho=.05",
         *(f"{name}:rise={RISE}" for name in ("rwp", "arwp")),
-        f"m_arwp:rise={MIXED_RISE}",
+        f"m_arwp:rise={RISE}",
     ),
     "lora": (
         "sgd",

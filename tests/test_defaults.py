@@ -8,16 +8,12 @@ import torch
 from torch import nn
 
 import steppe
-from steppe.strength import MIXED_RISE, RISE
+from steppe.strength import RISE
 
-DEFAULTS = {
-    steppe.rwp: RISE,
-    steppe.arwp: RISE,
-    steppe.antithetic_rwp: RISE,
-    steppe.lpf_sgd: RISE,
-    steppe.m_rwp: MIXED_RISE,
-    steppe.m_arwp: MIXED_RISE,
-}
+METHODS = (
+    *(steppe.rwp, steppe.arwp, steppe.antithetic_rwp),
+    *(steppe.lpf_sgd, steppe.m_rwp, steppe.m_arwp),
+)
 NETS = {
     "mlp": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)),
     "convolution": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
@@ -34,10 +30,10 @@ def strengths(method: steppe.Method, net: nn.Module) -> set[tuple[object, object
     return {(n.sigma, getattr(n, "ratio", None), n.rise) for n in noises}
 
 
-@pytest.mark.parametrize("method", DEFAULTS, **ids)
+@pytest.mark.parametrize("method", METHODS, **ids)
 @pytest.mark.parametrize("net", NETS)
 def test_no_strength_means_the_same_rise_on_every_net(method, net):
-    assert strengths(method(), NETS[net]()) == {(None, None, DEFAULTS[method])}
+    assert strengths(method(), NETS[net]()) == {(None, None, RISE)}
 
 
 @pytest.mark.parametrize("options", [{"isotropic": True}, {"elementwise": True}])
@@ -46,10 +42,10 @@ def test_other_kinds_of_noise_have_it_too(options):
     assert strengths(method(**options), NETS["mlp"]()) == {(None, None, RISE)}
 
 
-@pytest.mark.parametrize("method", DEFAULTS, **ids)
+@pytest.mark.parametrize("method", METHODS, **ids)
 def test_a_strength_that_was_given_is_never_changed(method):
     rising = steppe.cosine_increase(0, 0.5, steps=10)
-    for value in (0.7, DEFAULTS[method], rising):
+    for value in (0.7, RISE, rising):
         assert strengths(method(value), NETS["mlp"]()) == {(value, None, None)}
         assert strengths(method(rise=value), NETS["mlp"]()) == {(None, None, value)}
         if method is not steppe.lpf_sgd:
@@ -70,8 +66,7 @@ def test_a_printed_perturber_says_what_steers_it():
 def test_the_docs_have_the_default_of_every_method():
     text = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
     table = dict(re.findall(r"^\| `(\w+)\(\)` \|[^|]*\| ([^|]+) \|", text, re.MULTILINE))
-    expected = {method.__name__: f"rise {value:g}" for method, value in DEFAULTS.items()}
-    expected["flat_lora"] = f"rise {RISE:g}"
+    expected = {method.__name__: f"rise {RISE:g}" for method in (*METHODS, steppe.flat_lora)}
     for fixed in (steppe.sam, steppe.asam, steppe.msam):
         expected[fixed.__name__] = f"rho {fixed().passes[-1].perturbation.rho:g}"
     assert table == expected

@@ -14,7 +14,7 @@ from steppe.perturbations import (
     Perturbation,
 )
 from steppe.schedules import Strength, check_number, needs_steps, with_steps
-from steppe.strength import MIXED_RISE, RISE
+from steppe.strength import RISE
 
 Feed = Literal["one", "each", "slices"]
 """What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""
@@ -163,9 +163,7 @@ def arwp(
     rise = _given(rise, sigma, ratio)
     if elementwise:
         if ratio is not None:
-            raise ValueError(
-                "elementwise noise has no filters to be in ratio to: give sigma or rise."
-            )
+            raise ValueError("elementwise noise has no filters, so no ratio: give sigma or rise.")
         eta = 0.1 if eta is None else eta
         return Method("arwp", (Pass(ElementwiseGaussian(sigma, eta, beta, exponent, rise)),))
     if eta is None:
@@ -217,7 +215,6 @@ def m_rwp(
         lam: weight of the perturbed gradient, in [0, 1].
         same_batch: both gradients from one batch; see `mixed`.
     """
-    rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     noise = rwp(sigma, ratio=ratio, rise=rise, isotropic=isotropic)
     return mixed(noise, lam, same_batch=same_batch)
 
@@ -242,7 +239,6 @@ def m_arwp(
         lam: weight of the perturbed gradient, in [0, 1].
         same_batch: both gradients from one batch; see `mixed`.
     """
-    rise = _given(rise, sigma, ratio, default=MIXED_RISE)
     shape = {"eta": eta, "beta": beta, "exponent": exponent}
     method = arwp(sigma, ratio=ratio, rise=rise, **shape, elementwise=elementwise)  # type: ignore[arg-type]
     return mixed(method, lam, same_batch=same_batch)
@@ -343,11 +339,9 @@ def flat_lora(*, ratio: Strength | None = None, rise: Strength | None = None) ->
     return Method("flat_lora", (Pass(noise),), merged=True)
 
 
-def _given(
-    rise: Strength | None, *fixed: Strength | None, default: float = RISE
-) -> Strength | None:
+def _given(rise: Strength | None, *fixed: Strength | None) -> Strength | None:
     """The rise, which is the default one where no strength is given at all."""
-    return default if rise is None and all(value is None for value in fixed) else rise
+    return RISE if rise is None and all(value is None for value in fixed) else rise
 
 
 def _strengths(perturbation: Perturbation | None) -> dict[str, Strength | None]:

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from steppe.schedules import Strength, check_strength, strength_at
 
-RISE, MIXED_RISE = 0.02, 0.02
-"""The rise where no strength is given, of one-pass and of mixed methods (docs/decisions.md, *Default
-strengths*): chosen to be safe on every network tried, not to be the best on one."""
+RISE = 0.02
+"""The rise where no strength is given (docs/decisions.md, *Default strengths*): the largest that cost
+accuracy on none of the networks tried, not the best on any one."""
 KEPT = 0.98
 """Of the running means, per step."""
 FIRST, LEAST, MOST = 0.05, 1e-3, 0.05

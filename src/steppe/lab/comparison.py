@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from steppe.lab.compression import with_compression
 from steppe.lab.config import Config, as_config
-from steppe.lab.engines import Engine, chosen
+from steppe.lab.engines import Engine, Job, chosen
 from steppe.lab.errors import LabError
-from steppe.lab.jobs import Job, run_all
+from steppe.lab.jobs import run_all
 from steppe.lab.problems import ModelFn, Sources
 from steppe.lab.progress import Progress
 from steppe.lab.ranks import world

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -29,6 +29,12 @@ from steppe.lab.results import Result
 from steppe.lab.stopping import obey
 from steppe.lab.training import run_config
 
+if TYPE_CHECKING:
+    from steppe.lab.ray_engine import Ray, Tasks
+
+Engine: TypeAlias = "Local | Ray"
+Workers: TypeAlias = "Processes | Tasks"
+
 End = Result | BaseException
 """How a run ended; `Interrupted` if it was asked to."""
 
@@ -36,37 +42,20 @@ Then = Callable[[Result], None]
 """What the training process does with a finished run, as a function of a module."""
 
 
-class Workers(AbstractContextManager["Workers"], Protocol):
-    """Train runs side by side, from entering it to leaving it."""
+@dataclass(frozen=True)
+class Job:
+    """A run to do, and what the progress display calls it (different for every job)."""
 
-    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
-        """Train this run when there is room for it."""
+    label: str
+    config: Config
+    then: Then | None = None
 
-    def wait(self, seconds: float) -> dict[int, End]:
-        """The runs that ended since the last call, or end within so many seconds."""
-
-    def events(self) -> list[Event]:
-        """What the runs reported since the last call."""
-
-    def stop(self) -> set[int]:
-        """Let runs under way save and end; gives those that will never begin."""
-
-
-class Engine(Protocol):
-    """Where runs are trained."""
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of a run whose config does not say."""
-
-    def device(self, config: Config) -> str | None:
-        """The device a run will have there; None: what this machine has."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """What several sets of workers can share, until the block is left; may be nested."""
-
-    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Workers | None:
-        """Workers for so many runs; None: this process does better alone, one after the other."""
+    def train(self, sources: Sources, store: str | Path | None, listener: Listener) -> Result:
+        """The run, and what comes after it."""
+        result = run_config(self.config, sources, store, named(listener, self.label))
+        if self.then is not None:
+            self.then(result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -77,12 +66,15 @@ class Local:
     threads: int = 1
 
     def device(self, config: Config) -> str | None:
+        """The device a run will have there; None: what this machine has."""
         return None
 
     def open(self) -> AbstractContextManager[None]:
+        """What several sets of workers can share, until the block is left; may be nested."""
         return nullcontext()
 
-    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Workers | None:
+    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Processes | None:
+        """Workers for so many runs; None: this process does better alone, one after the other."""
         processes = min(self.processes, runs)
         return Processes(processes, sources, store) if processes > 1 else None
 
@@ -129,21 +121,24 @@ class Processes(AbstractContextManager["Processes"]):
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
-        work = self._pool.submit(_work, label, config, self.sources, self.store, then)
-        self._open[work] = index
+    def submit(self, index: int, job: Job) -> None:
+        """Train this run when there is room for it."""
+        self._open[self._pool.submit(_work, job, self.sources, self.store)] = index
 
     def wait(self, seconds: float) -> dict[int, End]:
+        """The runs that ended since the last call, or end within so many seconds."""
         done, _ = wait(self._open, timeout=seconds, return_when=FIRST_COMPLETED)
         return {self._open.pop(future): _end(future) for future in done}
 
     def events(self) -> list[Event]:
+        """What the runs reported since the last call."""
         found = []
         while not self._events.empty():
             found.append(self._events.get())
         return found
 
     def stop(self) -> set[int]:
+        """Let runs under way save and end; gives those that will never begin."""
         self._stop.set()
         cancelled = [future for future in self._open if future.cancel()]
         return {self._open.pop(future) for future in cancelled}
@@ -179,33 +174,13 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _work(
-    label: str, config: Config, sources: Sources, store: str | Path | None, then: Then | None
-) -> Result:
-    return trained(config, sources, store, named(_events.put, label), then)
-
-
-def trained(
-    config: Config,
-    sources: Sources,
-    store: str | Path | None,
-    listener: Listener,
-    then: Then | None = None,
-) -> Result:
-    """A run, and what comes after it."""
-    result = run_config(config, sources, store, listener)
-    if then is not None:
-        then(result)
-    return result
+def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
+    return job.train(sources, store, _events.put)
 
 
 def named(listener: Listener, label: str) -> Listener:
     """A listener that hears of a run under this name."""
-
-    def relay(event: Event) -> None:
-        listener(dataclasses.replace(event, run=label))
-
-    return relay
+    return lambda event: listener(dataclasses.replace(event, run=label))
 
 
 def _check_picklable(sources: Sources) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from steppe.lab.config import Config
-from steppe.lab.engines import End, Engine, Local, Then, Workers, named, trained
+from steppe.lab.engines import End, Engine, Job, Local, Workers
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Display, Progress, display
@@ -18,16 +17,6 @@ from steppe.lab.results import Result
 from steppe.lab.specs import parse
 from steppe.lab.stopping import StopSignal
 from steppe.lab.training import find_result, settled
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run to do, and what the progress display calls it (different for every job)."""
-
-    label: str
-    config: Config
-    then: Then | None = None
-    """What the training process does with the finished run, as a function of a module."""
 
 
 def passes(config: Config) -> int:
@@ -101,7 +90,7 @@ def _one_by_one(
     results = {}
     for index, job in jobs.items():
         try:
-            results[index] = trained(job.config, sources, store, named(show, job.label), job.then)
+            results[index] = job.train(sources, store, show)
         except Interrupted:
             raise Stopped(f"{len(results)} of {len(jobs)} runs finished") from None
         if keep is not None:
@@ -117,7 +106,7 @@ def _side_by_side(
     left = set(jobs)
     with StopSignal() as signal, workers:
         for index, job in jobs.items():
-            workers.submit(index, job.label, job.config, job.then)
+            workers.submit(index, job)
         while left:
             new = workers.wait(0.1)
             for event in workers.events():

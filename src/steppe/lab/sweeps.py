@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from steppe.lab.coercion import literal
 from steppe.lab.config import Config, as_config
-from steppe.lab.engines import Engine, chosen
+from steppe.lab.engines import Engine, Job, chosen
 from steppe.lab.errors import LabError, unknown
-from steppe.lab.jobs import Job, run_all
+from steppe.lab.jobs import run_all
 from steppe.lab.naming import shown_name
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Progress

@@ -13,7 +13,7 @@ from steppe.lab.specs import Spec, option_names
 from steppe.lab.statistics import mean_std
 
 if TYPE_CHECKING:
-    from steppe.lab.jobs import Job
+    from steppe.lab.engines import Job
     from steppe.lab.results import Result
 
     Run = Callable[[Sequence[Job], str], list[Result]]
@@ -113,7 +113,7 @@ def tune_all(specs: Sequence[Spec], config: Config, how: Tune, run: Run) -> list
     config = config.replace(
         validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
     )
-    from steppe.lab.jobs import Job
+    from steppe.lab.engines import Job
 
     searches = [_search(spec, config, how) for spec in specs]
     grids: list[list[float | None]] = [_values(search, how) for search in searches]

@@ -104,3 +104,18 @@ def _module(module_name: str, name: str) -> Any:
     finally:
         if added:
             sys.path.remove(here)
+
+
+def library(name: str, install: str = "") -> Any:
+    """A module of an optional package, or how to get it."""
+    package = name.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(name)
+    except ImportError as error:
+        message = f"{package} is not installed. Install it: pip install {install or package}."
+        raise ImportError(message) from error
+    except RuntimeError as error:  # built for another torch: "operator … does not exist"
+        raise ImportError(
+            f"{package} does not import beside this torch ({error}). Install the build that matches it."
+        ) from error

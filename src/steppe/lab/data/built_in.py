@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from steppe.lab.data.split import Data
 from steppe.lab.data.subset import mask, stratified
+from steppe.lab.naming import library
 
 
 def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
@@ -16,7 +15,7 @@ def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
 
     So few that SGD overfits and methods differ.
     """
-    bunch = _sklearn_datasets().load_digits()
+    bunch = library("sklearn.datasets", "'steppe[lab]'").load_digits()
     # Intensities are 0 to 16; as bytes they pass through the same pipeline as any image.
     images = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     labels = torch.from_numpy(bunch.target).long()
@@ -32,7 +31,7 @@ def diabetes(*, train_size: int | None = None, seed: int = 0) -> Data:
     with the training patients' numbers, so a mean squared error of 1 is what guessing the mean
     gives.
     """
-    bunch = _sklearn_datasets().load_diabetes()
+    bunch = library("sklearn.datasets", "'steppe[lab]'").load_diabetes()
     rows, progress = torch.from_numpy(bunch.data), torch.from_numpy(bunch.target)
     train = _training_mask("diabetes", progress, 221 if train_size is None else train_size, seed)
     rows, progress = (
@@ -49,13 +48,3 @@ def _training_mask(name: str, targets: Tensor, size: int, seed: int) -> Tensor:
     if not 10 <= size < len(targets):
         raise ValueError(f"{name}: train_size must be 10 to {len(targets) - 1}, got {size}.")
     return mask(len(targets), stratified(targets, size, seed=seed))
-
-
-def _sklearn_datasets() -> Any:
-    try:
-        from sklearn import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(
-            "digits and diabetes come with scikit-learn. Install it: pip install 'steppe[lab]'."
-        ) from error
-    return datasets

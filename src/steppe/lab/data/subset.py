@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from steppe.lab.data.streams import generator
+from steppe.lab.data.order import generator
 
 
 def stratified(targets: Tensor, size: int, *, seed: int, key: str = "subset") -> Tensor:

@@ -1,20 +1,22 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from their python archives or unpacked folders."""
+"""Readers of published data sets: CIFAR-10, CIFAR-100 and Fashion-MNIST, from their own files."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from steppe.lab.data.pipeline import Pipeline
+from steppe.lab.data.augment import Pipeline
 from steppe.lab.data.split import Data, MemorySplit
-from steppe.lab.data.store import Place
 from steppe.lab.naming import unknown
+
+if TYPE_CHECKING:
+    from steppe.lab.data.catalog import Place
 
 # Mean and standard deviation per channel over all training pixels. "released" is what the paper's
 # code has for both sets: CIFAR-10's mean, and the mean over images of each image's deviation.
@@ -25,9 +27,8 @@ NORMALISATION = {
 }
 
 
-@dataclass(frozen=True)
-class Files:
-    """Which files hold the splits, and under which key they hold the labels."""
+class Files(NamedTuple):
+    """Which files hold the splits of a CIFAR, and under which key they hold the labels."""
 
     train: tuple[str, ...]
     test: tuple[str, ...]
@@ -65,10 +66,10 @@ def cifar(
         notes.append(f"normalised with the numbers of {normalisation}")
     if downsample is not None:
         notes.append(f"averaged to {downsample}x{downsample}")
-    train, test = splits
-    shape = tuple(train.inputs.shape[1:])
-    note = "; ".join(notes)
-    return Data(name, train, test, classes=files.classes, shape=shape, note=note)
+    shape = tuple(splits[0].inputs.shape[1:])
+    return Data(
+        name, splits[0], splits[1], classes=files.classes, shape=shape, note="; ".join(notes)
+    )
 
 
 def read(place: Place, names: tuple[str, ...], label_key: bytes) -> tuple[Tensor, Tensor]:
@@ -117,11 +118,38 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which CIFAR has no use for")
-        # numpy 2 moved numpy.core; the old name still resolves but warns.
-        return super().find_class(_numpy_core() if name == "_reconstruct" else module, name)
+        if name == "_reconstruct":  # numpy 2 moved it; the old name still resolves but warns
+            return numpy.empty(0).__reduce__()[0]
+        return super().find_class(module, name)
 
 
-def _numpy_core() -> str:
-    import numpy
+def fashion_mnist(place: Place) -> Data:
+    """60,000 training and 10,000 test images of 28x28 in ten classes."""
+    pipeline = Pipeline(mean=(0.2860,), std=(0.3530,))
+    splits = []
+    for prefix in ("train", "t10k"):
+        names = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
+        contents = zip(place.read(*names), names, strict=True)
+        images, labels = (idx(content, f"{place.path}: {name}") for content, name in contents)
+        splits.append(MemorySplit(images.unsqueeze(1), labels.long(), pipeline))
+    return Data("fashion-mnist", splits[0], splits[1], classes=10, shape=(1, 28, 28))
 
-    return "numpy._core.multiarray" if hasattr(numpy, "_core") else "numpy.core.multiarray"
+
+def idx(content: bytes, name: str) -> Tensor:
+    """The bytes of an idx file as a tensor: 0, 0, 8 (bytes), dimensions, sizes, values.
+
+    Examples:
+        >>> idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example")
+        tensor([7, 8, 9], dtype=torch.uint8)
+    """
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{name} is not an idx file of bytes: it begins with {content[:4]!r}.")
+    dimensions = content[3]
+    header = 4 + 4 * dimensions
+    sizes = [int.from_bytes(content[4 + 4 * k : 8 + 4 * k], "big") for k in range(dimensions)]
+    values = torch.frombuffer(bytearray(content), dtype=torch.uint8)[header:]
+    if len(values) != torch.Size(sizes).numel():
+        raise ValueError(
+            f"{name} promises {torch.Size(sizes).numel()} values and has {len(values)}. Fetch it again."
+        )
+    return values.view(sizes)

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steppe.lab.models.resnet import resnet
+from steppe.lab.models.resnet import ResNet
 
 
 def trained(steps: int, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A net that has learned which of ten smooth patterns lies under the noise of an image."""
-    model = resnet(10, (3, 32, 32), blocks=(1, 1, 1), base=16)
+    model = ResNet(10, (3, 32, 32), blocks=(1, 1, 1), base=16)
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):

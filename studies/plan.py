@@ -14,8 +14,7 @@ from torch import nn
 
 from steppe.lab import models
 from steppe.lab.config import Config
-from steppe.lab.engines import Job
-from steppe.lab.jobs import passes
+from steppe.lab.engines import Job, passes
 from steppe.lab.results import Result
 from steppe.lab.specs import Spec, parse
 from steppe.lab.sweeps import with_values

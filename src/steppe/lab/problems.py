@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,6 @@ from steppe.lab.data import Data
 from steppe.lab.data.named import prepared
 from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
-from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
 from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
 from steppe.lab.tasks import Task
@@ -102,19 +103,17 @@ def named(config: Config, sources: Sources) -> Config:
         fingerprint += datasets.content_fingerprint(changes["data"])
     if isinstance(sources.data, Data):
         fingerprint += data_fingerprint(sources.data)
-    if config.init is not None:
-        fingerprint += file_fingerprint(Path(config.init))
+    if config.init is not None and Path(config.init).is_file():
+        with Path(config.init).open("rb") as stream:
+            fingerprint += hashlib.file_digest(stream, "sha256").hexdigest()[:12]
     return config.replace(**changes, code=fingerprint)
 
 
 def load_problem(config: Config, sources: Sources) -> Problem:
     """Data, model and task of a run; the model is drawn from torch's global generator."""
-    for kind, name, given in (
-        ("model", config.model, sources.model),
-        ("data", config.data, sources.data),
-        ("task", config.task or "", sources.task),
-    ):
-        if name.startswith(GIVEN) and given is None:
+    for kind in ("model", "data", "task"):
+        name = getattr(config, kind) or ""
+        if name.startswith(GIVEN) and getattr(sources, kind) is None:
             raise LabError(
                 f"this run's {kind} came from Python code ({name}), which no file can bring back: "
                 "call steppe.lab.train again with it."
@@ -190,3 +189,37 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
             f"classes. Build the model with {data.classes} outputs."
         )
     task.measure(outputs, y)
+
+
+def source_fingerprint(*objects: object) -> str:
+    """A digest of the source files these functions and objects were written in.
+
+    A run that used other code is another run. Code without a source (typed at a prompt) gets a
+    digest that never comes again, so that such runs are not taken for each other.
+    """
+    digest = hashlib.sha256()
+    for item in objects:
+        digest.update(_source(item).encode())
+    return digest.hexdigest()[:12]
+
+
+def data_fingerprint(data: Data) -> str:
+    """A digest of sizes, first, middle and last samples: enough to tell data sets apart."""
+    digest = hashlib.sha256(repr((data.name, data.note, len(data.train), len(data.test))).encode())
+    for split in (data.train, data.test):
+        few = torch.tensor([0, len(split) // 2, len(split) - 1])
+        for x, y in split.batches([few], augment_seed=None):
+            digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _source(item: object) -> str:
+    named = inspect.isfunction(item) or inspect.isclass(item) or inspect.ismethod(item)
+    target: Any = item if named else type(item)
+    try:
+        file = inspect.getsourcefile(target)
+        if file and Path(file).exists():
+            return Path(file).read_text(encoding="utf-8")
+        return inspect.getsource(target)
+    except (OSError, TypeError):
+        return uuid.uuid4().hex

@@ -108,12 +108,8 @@ class Ray:
 def _connect(ray: Any, address: str) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
-            **quiet,
-        )
+        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
+        ray.init(address="local", **own, **quiet)
         return
     try:
         _knock(address)

@@ -64,9 +64,8 @@ class Spec:
 
     def with_options(self, **options: Value) -> Spec:
         """The same method with other options; a new strength replaces the old, whatever its kind."""
-        kept = dict(self.options)
-        if any(name in STRENGTHS for name in options):
-            kept = {name: value for name, value in kept.items() if name not in STRENGTHS}
+        dropped = STRENGTHS if set(STRENGTHS) & set(options) else ()
+        kept = {name: value for name, value in self.options.items() if name not in dropped}
         return dataclasses.replace(self, options={**kept, **options})
 
     @property
@@ -87,10 +86,7 @@ class Spec:
         """The strength as given, or the default for this model; None for the baseline."""
         if self.strength is not None:
             return self.strength
-        method = self._make(self.options)
-        if model is not None:
-            method = method.for_model(model)
-        for each in method.passes:
+        for each in self._for(model).passes:
             for name in STRENGTHS:
                 value = getattr(each.perturbation, name, None)
                 if isinstance(value, int | float):
@@ -108,13 +104,16 @@ class Spec:
 
     def build(self, steps: int, model: nn.Module | None = None) -> steppe.Method:
         """The method for a training of so many optimizer steps, its default strength for `model`."""
-        method = self._make(self.options)  # checks the values
-        strength = self.strength_for(model)
+        method, strength = self._for(model), self.strength_for(model)
         fixed = self.shape == RAMPED or (self.shape == "constant" and "rise" not in self.options)
         if strength is None or fixed:
-            return method if model is None else method.for_model(model)
+            return method
         kind, value = strength
         return self._make({**self.options, kind: SCHEDULES[self.shape](value)}).with_steps(steps)
+
+    def _for(self, model: nn.Module | None) -> steppe.Method:
+        method = self._make(self.options)  # checks the values
+        return method if model is None else method.for_model(model)
 
     def _make(self, options: Mapping[str, Any]) -> steppe.Method:
         arguments = {name: value for name, value in options.items() if name != "schedule"}
@@ -147,9 +146,9 @@ def parse(text: str) -> Spec:
             options[key] = literal(value)  # type: ignore[assignment]
         elif key in types and key != "method":
             fields[key] = coerce(key, value, types[key])
+        elif not option_names(name):
+            raise LabError(f"{name} has no options, got {key!r}.")
         else:
-            if not option_names(name):
-                raise LabError(f"{name} has no options, got {key!r}.")
             raise unknown(f"option of {name}", key, option_names(name))
     spec = Spec(name, options, fields)
     if name != "sgd":  # which has nothing to check, and `--help` must not wait for torch
@@ -226,18 +225,16 @@ def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
 
 def _strength_and_shape(strength: Any) -> tuple[Value, str]:
     """`(0.01, "cosine")` of cosine_increase(0, 0.01)."""
-    shapes = {"CosineIncrease": "cosine", "Linear": "linear", "Constant": "constant"}
-    shape = shapes.get(type(strength).__name__)
-    if shape is None and not callable(strength):
+    if not callable(strength):
         return strength, "constant"
-    if shape == "constant":
-        return strength.value, shape
-    if shape is None or strength.start != 0 or strength.steps is not None:
-        raise LabError(
-            f"{strength}: in the lab a strength is a number, or linear(0, end) or "
-            "cosine_increase(0, end) over the whole training, without steps."
-        )
-    return strength.end, shape
+    value: Any = getattr(strength, "end", getattr(strength, "value", None))
+    for shape, schedule in SCHEDULES.items():
+        if value is not None and schedule(value) == strength:
+            return value, shape
+    raise LabError(
+        f"{strength}: in the lab a strength is a number, or linear(0, end) or "
+        "cosine_increase(0, end) over the whole training, without steps."
+    )
 
 
 def adapted(base: Spec, given: Spec) -> Spec:
@@ -258,8 +255,8 @@ def label(spec: Spec, optimizer: str = "sgd") -> str:
     >>> label(parse("m-arwp:ratio=.9,lam=.3"))
     'm-ARWP (lam 0.3)'
     """
-    names = {"sgd": {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optimizer]}
-    base = names.get(spec.name) or spec.name.upper().replace("M-", "m-")
+    baseline = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optimizer]
+    base = baseline if spec.name == "sgd" else spec.name.upper().replace("M-", "m-")
     extra = {**spec.options, **spec.fields}
     shown = [f"{key} {_write(value)}" for key, value in extra.items() if key not in STRENGTHS]
     return f"{base} ({', '.join(shown)})" if shown else base

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from steppe.lab.models.conv import small_conv
 from steppe.lab.models.foreign import foreign
-from steppe.lab.models.mlp import mlp
 from steppe.lab.models.resnet import resnet18, resnet34, resnet50, small_resnet
+from steppe.lab.models.small import mlp, small_conv
 from steppe.lab.models.vgg import vgg16_bn
 from steppe.lab.models.vit import small_vit, vit
 from steppe.lab.models.wrn import wide_resnet

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from steppe.lab.models.initial import initialise_transformer
-from steppe.lab.models.widths import image_shape, is_small, scaled
+from steppe.lab.models.layers import image_shape, initialise_transformer, is_small, scaled
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import io
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from steppe.integrations.loops import (
     check_arguments,
     fill_in_length,
     named,
+    resume,
 )
 from steppe.methods import Method
 from steppe.perturber import Perturber
@@ -88,7 +88,9 @@ class Perturb(TrainerCallback, ExportableState):
         check_accumulation(self.perturber, accumulated, setting)
         name = type(self).__name__
         if state.global_step:
-            self._resume(state.global_step, state.stateful_callbacks.get(name))
+            saved = state.stateful_callbacks.get(name)
+            state_dict = unpack(saved["attributes"]["packed"]) if saved else None
+            resume(self.perturber, state.global_step, state_dict)
         state.stateful_callbacks.setdefault(name, {})  # a checkpoint from before lacks it
 
     def _check_plain_trainer(self, args: Any) -> None:
@@ -105,17 +107,6 @@ class Perturb(TrainerCallback, ExportableState):
             f"{problem} Use steppe.integrations.transformers.PerturbTrainer in place of "
             "transformers.Trainer, with the same arguments."
         )
-
-    def _resume(self, step: int, saved: dict[str, Any] | None) -> None:
-        assert self.perturber is not None
-        if saved:
-            self.perturber.load_state_dict(unpack(saved["attributes"]["packed"]))
-        else:
-            warnings.warn(
-                f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
-                "schedules and history start anew.",
-                stacklevel=2,
-            )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.perturber is not None:

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from steppe.analysis.changes import Change, Pruning, Rounding, words
 from steppe.analysis.robustness import changed_weights
 from steppe.batchnorm import recompute_norm_stats, tracked_norms
-from steppe.lab.evaluation import evaluate
-from steppe.lab.problems import Sources
+from steppe.lab.problems import Sources, device, load_trained, training_batches
 from steppe.lab.results import Compressed, Result
 from steppe.lab.runs import COMPRESSED, Run
-from steppe.lab.trained import device, load_trained, training_batches
+from steppe.lab.tasks import evaluate
 from steppe.noise import Draw
 
 logger = logging.getLogger("steppe")

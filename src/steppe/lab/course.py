@@ -18,7 +18,6 @@ from steppe.lab.config import Config
 from steppe.lab.cost import SAMPLES, step_flops
 from steppe.lab.data import Split, sequential_order
 from steppe.lab.errors import Interrupted
-from steppe.lab.evaluation import EVAL_BATCH, evaluate
 from steppe.lab.problems import Problem
 from steppe.lab.progress import Event, Listener
 from steppe.lab.ranks import world
@@ -26,6 +25,7 @@ from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.lab.specs import parse
 from steppe.lab.stopping import StopSignal
+from steppe.lab.tasks import EVAL_BATCH, evaluate
 from steppe.lab.trainer import NotANumberError, Trainer
 
 logger = logging.getLogger("steppe")

@@ -21,9 +21,8 @@ PREFIXES = ("folder", "torchvision", "timm", GIVEN[:-1])
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     """The error for a name that does not exist, with the nearest ones that do.
 
-    Examples:
-        >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
-        No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
+    >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
+    No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
     """
     valid = list(valid)
     near = difflib.get_close_matches(name.lower(), valid, n=3, cutoff=0.5)
@@ -49,9 +48,8 @@ def check_options(owner: str, function: Callable[..., Any], options: Mapping[str
 def names_function(name: str) -> bool:
     """Whether this is `package.module:function`, and not a path or a name with another prefix.
 
-    Examples:
-        >>> [names_function(n) for n in ("mine:data", "folder:pictures", "timm:resnet18")]
-        [True, False, False]
+    >>> [names_function(n) for n in ("mine:data", "folder:pictures", "timm:resnet18")]
+    [True, False, False]
     """
     module, _, function = name.partition(":")
     parts = [*module.split("."), function]
@@ -61,9 +59,8 @@ def names_function(name: str) -> bool:
 def shown_name(name: str) -> str:
     """A data set's or model's name as tables show it: of a path the last part.
 
-    Examples:
-        >>> [shown_name(n) for n in ("given:net", "folder:/data/pets", "/data/wine.csv", "mlp")]
-        ['net', 'pets', 'wine.csv', 'mlp']
+    >>> [shown_name(n) for n in ("given:net", "folder:/data/pets", "/data/wine.csv", "mlp")]
+    ['net', 'pets', 'wine.csv', 'mlp']
     """
     if name.startswith("folder:") or os.sep in name:
         return Path(name.removeprefix("folder:")).name
@@ -73,9 +70,8 @@ def shown_name(name: str) -> str:
 def user_function(name: str) -> Callable[..., Any]:
     """The function behind `package.module:function`; modules of the working folder count too.
 
-    Examples:
-        >>> user_function("math:sqrt")(9)
-        3.0
+    >>> user_function("math:sqrt")(9)
+    3.0
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steppe.lab import data as datasets
 from steppe.lab import models, tasks
@@ -22,6 +22,7 @@ from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
 from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
+from steppe.lab.runs import Run
 from steppe.lab.tasks import Task
 
 ModelFn = Callable[[], nn.Module]
@@ -223,3 +224,42 @@ def _source(item: object) -> str:
         return inspect.getsource(target)
     except (OSError, TypeError):
         return uuid.uuid4().hex
+
+
+def load_trained(run: Run, sources: Sources | None = None) -> Problem:
+    """Data, trained model and task of a finished run, the model in evaluation mode.
+
+    `sources` brings back a model, data or task that came as Python objects.
+    """
+    if run.status == "unfinished":
+        raise LabError(f"{run.name} is not finished: steppe train --resume {run.folder}")
+    if run.status == "diverged":
+        raise LabError(f"{run.name} diverged, so there is no trained model to look at.")
+    config = run.config
+    given = [name for name in (config.data, config.model, config.task or "") if GIVEN in name]
+    if given and sources is None:
+        raise LabError(
+            f"{run.name} used Python objects ({', '.join(given)}), which no file can bring back: "
+            "in Python, steppe.report.analyses.problem_of(run, sources=…) takes them."
+        )
+    with torch.random.fork_rng(devices=[]):
+        whole = load_problem(config.replace(init=None), sources or Sources())
+    with explained(f"the model of {run.name}"):
+        whole.model.load_state_dict(torch.load(run.model_file, weights_only=True))
+    whole.model.to(device()).eval()
+    return whole
+
+
+def training_batches(problem: Problem, config: Config, samples: int) -> list[Tensor]:
+    """Inputs of the first batches that the run trained on, augmented, of about so many samples."""
+    first = {"seed": config.seed, "epoch": 0, "stream": 0}
+    n = len(problem.data.train)
+    order = datasets.epoch_order(n, config.batch, **first, drop_last=config.drop_last)
+    few = order[: -(-samples // config.batch)]
+    seed = datasets.mix("training", *first.values())
+    return [x for x, _ in problem.data.train.batches(few, augment_seed=seed)]
+
+
+def device() -> torch.device:
+    """Where stored models are looked at."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -90,9 +90,8 @@ def read(place: Place, names: tuple[str, ...], label_key: bytes) -> tuple[Tensor
 def averaged(images: Tensor, size: int) -> Tensor:
     """The images with each square of pixels replaced by its mean, rounded half up.
 
-    Examples:
-        >>> averaged(torch.tensor([[[[0, 4], [4, 6]]]], dtype=torch.uint8), 1).item()
-        4
+    >>> averaged(torch.tensor([[[[0, 4], [4, 6]]]], dtype=torch.uint8), 1).item()
+    4
     """
     height, width = images.shape[2:]
     if size < 1 or height % size or width % size:
@@ -138,9 +137,8 @@ def fashion_mnist(place: Place) -> Data:
 def idx(content: bytes, name: str) -> Tensor:
     """The bytes of an idx file as a tensor: 0, 0, 8 (bytes), dimensions, sizes, values.
 
-    Examples:
-        >>> idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example")
-        tensor([7, 8, 9], dtype=torch.uint8)
+    >>> idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]), "example")
+    tensor([7, 8, 9], dtype=torch.uint8)
     """
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
         raise ValueError(f"{name} is not an idx file of bytes: it begins with {content[:4]!r}.")

@@ -48,10 +48,9 @@ def build(
     torch's global generator: seed it for a repeatable network. Besides `names()`:
     `torchvision:NAME`, `timm:NAME`, and `module:function` of the user's.
 
-    Examples:
-        >>> model = build("resnet18", classes=10, shape=(3, 32, 32))
-        >>> sum(p.numel() for p in model.parameters())
-        11173962
+    >>> model = build("resnet18", classes=10, shape=(3, 32, 32))
+    >>> sum(p.numel() for p in model.parameters())
+    11173962
     """
     if classes < 1:
         raise ValueError(f"{name}: classes must be at least 1, got {classes}.")

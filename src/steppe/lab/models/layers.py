@@ -46,9 +46,8 @@ def initialise_transformer(model: nn.Module) -> None:
 def scaled(channels: int, width: float) -> int:
     """Channels times the width multiplier, at least one.
 
-    Examples:
-        >>> scaled(64, 0.25), scaled(512, 0.25), scaled(64, 0.001)
-        (16, 128, 1)
+    >>> scaled(64, 0.25), scaled(512, 0.25), scaled(64, 0.001)
+    (16, 128, 1)
     """
     if not width > 0:
         raise ValueError(f"width must be above 0, got {width}.")

@@ -130,9 +130,8 @@ def vit(
 def patch_size(height: int, width: int, grid: int) -> int:
     """The patch that tiles the image and is nearest to `grid` patches along the shorter side.
 
-    Examples:
-        >>> patch_size(32, 32, 8), patch_size(28, 28, 8), patch_size(224, 224, 7)
-        (4, 4, 32)
+    >>> patch_size(32, 32, 8), patch_size(28, 28, 8), patch_size(224, 224, 7)
+    (4, 4, 32)
     """
     divisors = [d for d in range(1, min(height, width) + 1) if not (height % d or width % d)]
     return min(divisors, key=lambda d: (abs(min(height, width) / grid - d), d))

@@ -13,7 +13,7 @@ from steppe.lab.models.foreign import foreign
 from steppe.lab.models.resnet import resnet18, resnet34, resnet50, small_resnet
 from steppe.lab.models.small import mlp, small_conv
 from steppe.lab.models.vgg import vgg16_bn
-from steppe.lab.models.vit import small_vit, vit
+from steppe.lab.models.vit import ViT, small_vit
 from steppe.lab.models.wrn import wide_resnet
 from steppe.lab.naming import check_options, unknown
 
@@ -28,7 +28,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small-resnet": small_resnet,
     "small-vit": small_vit,
     "vgg16-bn": vgg16_bn,
-    "vit-s": vit,
+    "vit-s": ViT,
     "wrn-28-10": partial(wide_resnet, depth=28, widen=10),
 }
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tyro
 
 from steppe.lab.config import Config, read_config, settings
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.recipes import recipe
-
-
-class Command(Protocol):
-    """Parsed options that can be run."""
-
-    def run(self) -> None: ...
 
 
 class Entry(NamedTuple):
@@ -76,11 +70,11 @@ def command_class(name: str) -> Any:
     return getattr(importlib.import_module(f"steppe.{module}"), kind)
 
 
-def parse(name: str, arguments: list[str]) -> Command:
+def parse(name: str, arguments: list[str]) -> Any:
     """The command with its options; a recipe or config file gives the options' defaults."""
     kind = command_class(name)
     if not any(f.name == "settings" for f in dataclasses.fields(kind)):
-        return _read(kind, name, arguments)  # type: ignore[no-any-return]
+        return _read(kind, name, arguments)
     wanted = [word for word in arguments if word not in ("-h", "--help")]
     for option, instead in GIVEN_OTHERWISE.get(name, {}).items():
         if any(word.split("=")[0] in (f"--{option}", option) for word in wanted if word != option):
@@ -88,11 +82,11 @@ def parse(name: str, arguments: list[str]) -> Command:
     first = _read(kind, name, wanted)
     if getattr(first, "resume", None) is not None and len(wanted) == len(arguments):
         _refuse_with_resume(first.recipe, wanted)
-        return first  # type: ignore[no-any-return]
+        return first
     base = starting_point(name, first, wanted)
     shared = type(first.settings)(**vars(base))
     command = _read(kind, name, arguments, default=dataclasses.replace(kind(), settings=shared))
-    return dataclasses.replace(command, settings=_settled(command, base, wanted))  # type: ignore[no-any-return]
+    return dataclasses.replace(command, settings=_settled(command, base, wanted))
 
 
 def _read(kind: Any, name: str, arguments: list[str], **default: Any) -> Any:

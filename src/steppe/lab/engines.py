@@ -217,7 +217,7 @@ def run_all(
     progress: Progress = None,
     title: str = "all runs",
     show: Listener | None = None,
-    keep: Keep | None = None,
+    keep: Keep = lambda job, result: None,
 ) -> list[Result]:
     """The results of all jobs, in order; `processes` of them at a time, or as the engine can.
 
@@ -240,8 +240,7 @@ def run_all(
             open_jobs[index] = job
         else:
             results[index] = result
-            if keep is not None:
-                keep(job, result)
+            keep(job, result)
     if not open_jobs:
         return [results[index] for index in range(len(jobs))]
     with ExitStack() as stack:
@@ -261,7 +260,7 @@ def _one_by_one(
     sources: Sources,
     store: str | Path | None,
     show: Listener,
-    keep: Keep | None,
+    keep: Keep,
 ) -> dict[int, Result]:
     results = {}
     for index, job in jobs.items():
@@ -269,13 +268,12 @@ def _one_by_one(
             results[index] = job.train(sources, store, show)
         except Interrupted:
             raise Stopped(f"{len(results)} of {len(jobs)} runs finished") from None
-        if keep is not None:
-            keep(job, results[index])
+        keep(job, results[index])
     return results
 
 
 def _side_by_side(
-    jobs: Mapping[int, Job], workers: Workers, show: Listener, keep: Keep | None
+    jobs: Mapping[int, Job], workers: Workers, show: Listener, keep: Keep
 ) -> dict[int, Result]:
     """All results; the first error, or a signal, ends the other runs too, which save first."""
     ends: dict[int, End] = {}
@@ -288,7 +286,7 @@ def _side_by_side(
             for event in workers.events():
                 show(event)
             for index, end in new.items():
-                if keep is not None and isinstance(end, Result):
+                if isinstance(end, Result):
                     keep(jobs[index], end)
             ends |= new
             left -= set(new)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,14 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
     """
     valid = list(valid)
-    near = difflib.get_close_matches(name.lower(), valid, n=3, cutoff=0.5)
-    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    guess = did_you_mean(name.lower(), valid)
     return ValueError(f"No {kind} is called {name!r}.{guess} There are: {', '.join(valid)}.")
+
+
+def did_you_mean(name: str, valid: Sequence[str], *, most: int = 3) -> str:
+    """` Did you mean resnet18?`; empty if no name is near."""
+    near = difflib.get_close_matches(name, valid, n=most, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def check_options(owner: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
@@ -40,8 +45,7 @@ def check_options(owner: str, function: Callable[..., Any], options: Mapping[str
     for name in options:
         if name not in valid:
             takes = f"It takes {', '.join(valid)}" if valid else "It takes none"
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            guess = f" Did you mean {near[0]}?" if near else ""
+            guess = did_you_mean(name, valid, most=1)
             raise ValueError(f"{owner} has no option {name!r}.{guess} {takes}.")
 
 

@@ -154,7 +154,8 @@ class Course:
         self.clock.start()
         for batches in trainer.batches():
             trainer.advance(batches)
-            asked, due = self.world.any(stop.asked, self._due())
+            late = time.monotonic() - self._saved >= 60 * self.config.checkpoint_minutes
+            asked, due = self.world.any(stop.asked, self.world.leads and late)
             if asked or due:
                 self.clock.stop()
                 self._save()
@@ -229,10 +230,6 @@ class Course:
             self.perturbation = state["perturbation"]
         if run is not None:
             run.rewind_metrics(self.trainer.step)
-
-    def _due(self) -> bool:
-        waited = time.monotonic() - self._saved
-        return self.world.leads and waited >= 60 * self.config.checkpoint_minutes
 
     def _save(self) -> None:
         """A checkpoint, unless the weights are no longer numbers: the last good one stays."""

@@ -98,7 +98,6 @@ def from_record(content: dict[str, Any], folder: Path | None = None) -> Result:
 
 def stored(run: Run) -> Result | None:
     """The result of a run in the store, if it has one."""
-    content = run.result
-    if content is None:
+    if (content := run.result) is None:
         return None
     return from_record({**content, "compressed": run.compressed}, run.folder)

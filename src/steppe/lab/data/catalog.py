@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from steppe.lab.data.built_in import BUILT_IN
 from steppe.lab.data.folder import FolderSplit, folder, opened
-from steppe.lab.data.readers import cifar, fashion_mnist
+from steppe.lab.data.readers import BUILT_IN, cifar, fashion_mnist
 from steppe.lab.data.split import Data, MemorySplit
 from steppe.lab.naming import unknown
 

@@ -13,9 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from steppe.lab.data.augment import Pipeline, parse
-from steppe.lab.data.order import generator
+from steppe.lab.data.order import generator, held_out
 from steppe.lab.data.split import Data, Split
-from steppe.lab.data.subset import held_out
 
 NORMALISATION = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 TEST_FOLDERS = ("val", "test", "validation")

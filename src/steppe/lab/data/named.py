@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from steppe.lab.data.built_in import BUILT_IN
 from steppe.lab.data.catalog import CATALOGUE, folder_data, read, reader
 from steppe.lab.data.folder import folder
+from steppe.lab.data.order import held_out, noisy, stratified
+from steppe.lab.data.readers import BUILT_IN
 from steppe.lab.data.split import Data
-from steppe.lab.data.subset import held_out, noisy, stratified
 from steppe.lab.data.table import SUFFIXES, table
 from steppe.lab.data.user import as_data
 from steppe.lab.naming import check_options, names_function, unknown, user_function

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from steppe.lab.data import subset
+from steppe.lab.data.order import held_out
 from steppe.lab.data.split import Data
 from steppe.lab.naming import unknown
 
@@ -67,20 +67,20 @@ def table(
             raise unknown(f"column of {path.name}", name, names)
     aim = next(column for column in columns if column.name == target)
     labels, classes = _targets(aim, task, path.name)
-    held_out = subset.held_out(labels, test, seed=seed, key="test")
+    aside = held_out(labels, test, seed=seed, key="test")
     chosen = [c for c in columns if c.name not in (target, *left_out)]
     if not chosen:
         raise ValueError(f"{path.name} has no column besides the target {target!r}.")
-    inputs = torch.cat([_inputs(column, ~held_out, path.name) for column in chosen], dim=1)
-    note = f"{len(labels)} rows, {int(held_out.sum())} of them test"
+    inputs = torch.cat([_inputs(column, ~aside, path.name) for column in chosen], dim=1)
+    note = f"{len(labels)} rows, {int(aside.sum())} of them test"
     if classes is None:
-        mean, std = _moments(labels[~held_out])
+        mean, std = _moments(labels[~aside])
         labels = ((labels - mean) / std).to(torch.float32)
         note += f"; {target} in standard deviations of {std:.4g}"
     filled = sum(len(column.missing) for column in chosen if column.numbers is not None)
     if filled:
         note += f"; {filled} missing numbers set to the mean"
-    return Data.divided(path.name, inputs, labels, held_out, classes=classes, note=note)
+    return Data.divided(path.name, inputs, labels, aside, classes=classes, note=note)
 
 
 def read_columns(path: Path) -> list[Column]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from steppe.lab import data, models
-from steppe.lab.data.cifar import NORMALISATION
+from steppe.lab.data.readers import NORMALISATION
 
 BATCH = 128
 CIFAR10 = NORMALISATION["cifar10"]

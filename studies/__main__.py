@@ -13,8 +13,8 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from steppe.lab.engines import Stopped
 from steppe.lab.errors import LabError
-from steppe.lab.jobs import Stopped
 from steppe.lab.progress import duration
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.tables import Table

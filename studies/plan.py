@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from typing import Literal, get_args
 
 from steppe.lab.config import Config
-from steppe.lab.jobs import Job, passes
+from steppe.lab.engines import Job, passes
 from steppe.lab.results import Result
 from steppe.lab.specs import Spec, parse
 from steppe.lab.sweeps import with_values

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from steppe.lab.engines import Job, run_all
 from steppe.lab.errors import LabError, unknown
-from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import Sources, load_data
-from steppe.lab.progress import Display, display
+from steppe.lab.progress import Listener as Display
+from steppe.lab.progress import display
 from steppe.lab.results import Result
 from steppe.lab.runs import Run
 from steppe.lab.specs import parse

@@ -86,8 +86,8 @@ def _unread() -> int:
 
 def _stopped(stop: KeyboardInterrupt) -> int:
     """Say what was stopped and how to resume it."""
+    from steppe.lab.engines import Stopped
     from steppe.lab.errors import Interrupted
-    from steppe.lab.jobs import Stopped
 
     if isinstance(stop, Interrupted):
         sys.stderr.write(f"{_capital(str(stop))}.\n")

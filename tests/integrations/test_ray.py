@@ -140,10 +140,10 @@ def test_a_disk_that_is_not_shared(tmp_path, monkeypatch):
     """A worker that does not see the driver's mark sends its run's files back."""
     real = ray_engine.Trial
 
-    def elsewhere(index, label, config, store, mark, *rest):
+    def elsewhere(index, job, store, mark, *rest):
         assert mark.exists()
         far = tmp_path / "far"
-        return real(index, label, config, far, far / mark.name, *rest)
+        return real(index, job, far, far / mark.name, *rest)
 
     monkeypatch.setattr(ray_engine, "Trial", elsewhere)
     near = tmp_path / "near"
@@ -257,12 +257,13 @@ def test_an_error_of_the_run_itself_is_raised_once_as_here(engine, kind, tmp_pat
 
 def test_a_run_that_a_dead_worker_s_children_still_hold_is_waited_for(tmp_path):
     """A killed worker's data-loading processes keep the lock for some seconds."""
+    from steppe.lab.engines import Job
     from steppe.lab.ray_worker import Trial, _patiently
     from steppe.lab.runs import BusyError, locked
     from steppe.lab.training import settled
 
     config = settled(TINY.replace(steps=1), lab.Sources())
-    trial = Trial(0, "sgd", config, tmp_path, None, tmp_path, (), attempt=0)
+    trial = Trial(0, Job("sgd", config), tmp_path, None, tmp_path, (), attempt=0)
     run = Store(tmp_path).place(config)
     (run.folder / "config.json").parent.mkdir(parents=True)
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(1.5)"
@@ -272,7 +273,7 @@ def test_a_run_that_a_dead_worker_s_children_still_hold_is_waited_for(tmp_path):
     holder.stdout.readline()
     with pytest.raises(BusyError, match="another process is working on the run"):
         _patiently(trial, lab.Sources(), lambda event: None)
-    second = Trial(0, "sgd", config, tmp_path, None, tmp_path, (), attempt=1)
+    second = Trial(0, Job("sgd", config), tmp_path, None, tmp_path, (), attempt=1)
     assert _patiently(second, lab.Sources(), lambda event: None).status == "finished"
     holder.wait()
     with locked(run):

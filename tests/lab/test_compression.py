@@ -15,11 +15,10 @@ from steppe.analysis.changes import rounded
 from steppe.lab import Comparison, Config, compare, compression
 from steppe.lab.comparison import judged
 from steppe.lab.compression import CHANGES, name_of
-from steppe.lab.problems import Sources, load_problem
+from steppe.lab.problems import Sources, load_problem, training_batches
 from steppe.lab.runs import Run
 from steppe.lab.specs import PAPER, usual_methods
 from steppe.lab.survival import survival_cells, survival_sentence, survival_table
-from steppe.lab.trained import training_batches
 from steppe.lab.tuning import Tune
 from steppe.report.subjects import find_comparison
 

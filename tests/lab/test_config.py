@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from steppe.lab.config import Config, from_dict, read_config, settings
+from steppe.lab.config import Config, as_config, read_config, settings
 from steppe.lab.errors import LabError
 
 
@@ -69,7 +69,7 @@ def test_a_config_survives_its_file(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict()))
     assert read_config(file) == config
-    assert from_dict(config.to_dict()) == config
+    assert as_config(config.to_dict()) == config
 
 
 def test_toml(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from steppe.lab import data
 from steppe.lab.data.catalog import CATALOGUE, content_digest
-from steppe.lab.data.cifar import NORMALISATION, averaged
+from steppe.lab.data.readers import NORMALISATION, averaged
 
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from steppe.lab import data
-from steppe.lab.data.fashion import idx
+from steppe.lab.data.readers import idx
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 

@@ -12,7 +12,7 @@ import pytest
 
 from steppe.lab import data
 from steppe.lab.data import catalog
-from steppe.lab.data.download import unpack
+from steppe.lab.data.catalog import unpack
 
 
 class Server(http.server.ThreadingHTTPServer):

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from steppe.lab import data
-from steppe.lab.data.decode import Decoder, crop_box, opened
-from steppe.lab.data.folder import folder
+from steppe.lab.data.folder import Decoder, crop_box, folder, opened
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -6,8 +6,8 @@ import torch
 from steppe.lab import Config, LabError, Sources, train
 from steppe.lab.data import wrap
 from steppe.lab.models import build
-from steppe.lab.published import BATCHES, CIFAR, IMAGENET
 from steppe.lab.recipes import PAPER, RECIPES, recipe
+from steppe.lab.reproduction import BATCHES, CIFAR, IMAGENET
 from steppe.lab.specs import PAPER as METHODS
 from steppe.lab.specs import parse
 from steppe.lab.trainer import check_channels

@@ -6,7 +6,7 @@ import torch
 from steppe.lab import tasks
 from steppe.lab.data import wrap
 from steppe.lab.errors import LabError
-from steppe.lab.evaluation import EVAL_BATCH, evaluate
+from steppe.lab.tasks import EVAL_BATCH, evaluate
 
 
 def test_classification_by_hand():

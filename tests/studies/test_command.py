@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from steppe.lab.jobs import Stopped
+from steppe.lab.engines import Stopped
 from steppe.lab.specs import parse
 from studies.__main__ import main
 from studies.definitions import RETIRED, STUDIES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from steppe.lab.published import CIFAR, IMAGENET
+from steppe.lab.reproduction import CIFAR, IMAGENET
 from steppe.lab.statistics import half_width, mean_std
 from studies.definitions import RETIRED, STUDIES
 from studies.evidence import Evidence

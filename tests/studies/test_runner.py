@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from steppe.lab.engines import Stopped
 from steppe.lab.errors import LabError
-from steppe.lab.jobs import Stopped
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config

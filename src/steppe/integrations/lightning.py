@@ -8,7 +8,6 @@ Lightning's own backward.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +24,7 @@ from steppe.integrations.loops import (
     check_arguments,
     fill_in_length,
     named,
+    resume,
 )
 from steppe.methods import Method
 from steppe.passes import Run
@@ -111,18 +111,7 @@ class Perturb(Callback):
         check_accumulation(self.perturber, accumulated, "Trainer(accumulate_grad_batches={})")
         self._reroute(trainer)
         if trainer.global_step:
-            self._resume(trainer.global_step)
-
-    def _resume(self, step: int) -> None:
-        assert self.perturber is not None
-        if self._saved:
-            self.perturber.load_state_dict(self._saved)
-        else:
-            warnings.warn(
-                f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
-                "schedules and history start anew.",
-                stacklevel=2,
-            )
+            resume(self.perturber, trainer.global_step, self._saved)
 
     def _reroute(self, trainer: Trainer) -> None:
         """Let the strategy's training step and backward go through the callback until detached."""

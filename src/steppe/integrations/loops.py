@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import warnings
 from typing import Any
 
 from steppe import methods
@@ -77,6 +78,18 @@ def fill_in_length(method: Method, steps: float, ask: str) -> Method:
             f"(got {steps}). Set it, or give the schedule its steps: cosine_increase(0, 0.01, 1000)."
         )
     return method.with_steps(int(steps))
+
+
+def resume(perturber: Perturber, step: int, saved: dict[str, Any] | None) -> None:
+    """The perturber's state as a checkpoint has it, or a warning that it has none."""
+    if saved:
+        perturber.load_state_dict(saved)
+        return
+    warnings.warn(
+        f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
+        "schedules and history start anew.",
+        stacklevel=3,
+    )
 
 
 def check_accumulation(perturber: Perturber, steps: int, setting: str) -> None:

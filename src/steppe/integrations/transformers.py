@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import io
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from steppe.integrations.loops import (
     check_arguments,
     fill_in_length,
     named,
+    resume,
 )
 from steppe.methods import Method
 from steppe.perturber import Perturber
@@ -116,7 +116,9 @@ class Perturb(TrainerCallback, ExportableState):
         check_accumulation(self.perturber, accumulated, setting)
         name = type(self).__name__
         if state.global_step:
-            self._resume(state.global_step, state.stateful_callbacks.get(name))
+            saved = state.stateful_callbacks.get(name)
+            state_dict = unpack(saved["attributes"]["packed"]) if saved else None
+            resume(self.perturber, state.global_step, state_dict)
         state.stateful_callbacks.setdefault(name, {})  # a checkpoint from before lacks it
 
     def _check_plain_trainer(self, args: Any) -> None:
@@ -141,17 +143,6 @@ class Perturb(TrainerCallback, ExportableState):
             f"in its weights. Set {type(args).__name__}(precompute_ref_log_probs=True): the reference is "
             "then run once, before training, at the true weights."
         )
-
-    def _resume(self, step: int, saved: dict[str, Any] | None) -> None:
-        assert self.perturber is not None
-        if saved:
-            self.perturber.load_state_dict(unpack(saved["attributes"]["packed"]))
-        else:
-            warnings.warn(
-                f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
-                "schedules and history start anew.",
-                stacklevel=2,
-            )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.perturber is not None:

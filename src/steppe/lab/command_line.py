@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tyro
 
@@ -14,108 +14,90 @@ from steppe.lab.errors import LabError, unknown
 from steppe.lab.recipes import recipe
 
 
-class Command(Protocol):
-    """Parsed options that can be run."""
-
-    def run(self) -> None: ...
-
-
 class Entry(NamedTuple):
     """Where a command's class is, and the first line of its help."""
 
-    module: str
-    kind: str
+    place: str
     summary: str
 
 
 COMMANDS = {
     "compare": Entry(
-        "lab.commands", "Compare", "Train several methods on several seeds and report which differ"
+        "lab.commands:Compare", "Train several methods on several seeds and report which differ"
     ),
     "train": Entry(
-        "lab.commands",
-        "Train",
+        "lab.commands:Train",
         "Train one run from a recipe, a config file or options, or resume a stopped one",
     ),
-    "sweep": Entry(
-        "lab.commands", "SweepGrid", "Train a grid over any settings and method options"
-    ),
+    "sweep": Entry("lab.commands:SweepGrid", "Train a grid over any settings and method options"),
     "recipes": Entry(
-        "lab.listings", "Recipes", "List the recipes: the paper's settings, and CPU-sized ones"
+        "lab.listings:Recipes", "List the recipes: the paper's settings, and CPU-sized ones"
     ),
-    "runs": Entry("lab.listings", "Runs", "List runs, show one, or remove some"),
+    "runs": Entry("lab.listings:Runs", "List runs, show one, or remove some"),
     "table": Entry(
-        "lab.listings", "PaperTable", "Show a table of the paper beside runs of the full recipes"
+        "lab.listings:PaperTable", "Show a table of the paper beside runs of the full recipes"
     ),
-    "data": Entry(
-        "lab.listings", "DataSets", "List available data sets, download one, or verify one"
-    ),
+    "data": Entry("lab.listings:DataSets", "List available data sets, download one, or verify one"),
     "analyze": Entry(
-        "report.analyze",
-        "Analyze",
+        "report.analyze:Analyze",
         "Measure landscape, spectrum, radius, sharpness, robustness or an ensemble of finished runs",
     ),
-    "figure": Entry("report.commands", "Figures", "Draw a figure from stored runs, as PNG and SVG"),
+    "figure": Entry("report.commands:Figures", "Draw a figure from stored runs, as PNG and SVG"),
     "report": Entry(
-        "report.commands",
-        "Report",
+        "report.commands:Report",
         "Write one HTML page about a comparison or some runs, with their stored analyses",
     ),
 }
 TRAINING = ("compare", "train", "sweep")
 """Those in which every rank takes part under torchrun; the others are rank 0's."""
 
+SEEDS = "it trains seeds 0 to N-1, and --seeds N says how many"
 GIVEN_OTHERWISE = {
     "compare": {
         "method": "write the methods as words: steppe compare sgd arwp:ratio=.6",
-        "seed": "it trains seeds 0 to N-1, and --seeds N says how many",
+        "seed": SEEDS,
     },
-    "sweep": {"seed": "it trains seeds 0 to N-1, and --seeds N says how many"},
+    "sweep": {"seed": SEEDS},
 }
 """Settings that a command decides itself, and how to say what is meant."""
 
 
-def command_class(name: str) -> type[Command]:
+def command_class(name: str) -> Any:
     """The dataclass of a command's options."""
     if name not in COMMANDS:
         raise unknown("command", name, COMMANDS)
-    entry = COMMANDS[name]
-    kind: type[Command] = getattr(importlib.import_module(f"steppe.{entry.module}"), entry.kind)
-    return kind
+    module, _, kind = COMMANDS[name].place.partition(":")
+    return getattr(importlib.import_module(f"steppe.{module}"), kind)
 
 
-def parse(name: str, arguments: list[str]) -> Command:
+def parse(name: str, arguments: list[str]) -> Any:
     """The command with its options; a recipe or config file gives the options' defaults."""
-    kind: Any = command_class(name)
+    kind = command_class(name)
     if not any(f.name == "settings" for f in dataclasses.fields(kind)):
-        return _read(kind, name, arguments)  # type: ignore[no-any-return]
+        return _read(kind, name, arguments)
     wanted = [word for word in arguments if word not in ("-h", "--help")]
-    _refuse_ignored(name, wanted)
+    for option, instead in GIVEN_OTHERWISE.get(name, {}).items():
+        if any(word.split("=")[0] in (f"--{option}", option) for word in wanted if word != option):
+            raise LabError(f"{name} does not take --{option}: {instead}.")
     first = _read(kind, name, wanted)
     if getattr(first, "resume", None) is not None and len(wanted) == len(arguments):
         _refuse_with_resume(first.recipe, wanted)
-        return first  # type: ignore[no-any-return]
+        return first
     base = starting_point(name, first, wanted)
     shared = type(first.settings)(**vars(base))
-    command = _read(kind, name, arguments, dataclasses.replace(kind(), settings=shared))
-    return dataclasses.replace(command, settings=_settled(command, base, wanted))  # type: ignore[no-any-return]
+    command = _read(kind, name, arguments, default=dataclasses.replace(kind(), settings=shared))
+    return dataclasses.replace(command, settings=_settled(command, base, wanted))
 
 
-def _read(kind: Any, name: str, arguments: list[str], default: Any = None) -> Any:
-    chosen = {} if default is None else {"default": default}
+def _read(kind: Any, name: str, arguments: list[str], **default: Any) -> Any:
     return tyro.cli(
         kind,
         prog=f"steppe {name}",
-        description=_description(kind),
+        description=(inspect.getdoc(kind) or "").replace("Example:", "\n\nExample:"),
         args=arguments,
         config=(tyro.conf.DisallowNone,),
-        **chosen,
+        **default,
     )
-
-
-def _description(kind: type) -> str:
-    """The class's docstring, with the example in a paragraph of its own."""
-    return (inspect.getdoc(kind) or "").replace("Example:", "\n\nExample:")
 
 
 def starting_point(name: str, command: Any, words: list[str]) -> Config:
@@ -147,15 +129,6 @@ def _settled(command: Any, base: Config, words: list[str]) -> Config:
             raise LabError("give --epochs or --steps, not both.")
         config = config.replace(steps=None)  # those of the recipe
     return config
-
-
-def _refuse_ignored(name: str, words: list[str]) -> None:
-    pairs = tuple(word for word in words if "=" in word and not word.startswith("-"))
-    for option, instead in GIVEN_OTHERWISE.get(name, {}).items():
-        if any(word.split("=")[0] == f"--{option}" for word in words) or any(
-            pair.partition("=")[0] == option for pair in pairs
-        ):
-            raise LabError(f"{name} does not take --{option}: {instead}.")
 
 
 def _refuse_with_resume(named: str | None, words: list[str]) -> None:

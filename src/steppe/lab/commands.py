@@ -38,7 +38,19 @@ SUFFIXES: dict[str, Shape] = {".md": "markdown", ".csv": "csv", ".json": "json",
 
 
 @dataclass(frozen=True)
-class Train:
+class Started:
+    """What a config starts from, and what is set in it by name."""
+
+    config: Maybe[Path] = None
+    """Start from a TOML or JSON file of settings; a run's own config.json repeats it."""
+    set: Repeated = ()
+    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. Repeatable."""
+    target: Maybe[str] = None
+    """With --data FILE.csv: the column to predict."""
+
+
+@dataclass(frozen=True)
+class Train(Started):
     """Train one run from a recipe, a config file or options, or resume a stopped one.
 
     A finished run is not trained again. Example: steppe train digits --method arwp --seed 1
@@ -46,12 +58,6 @@ class Train:
 
     recipe: Annotated[Positional[Maybe[str]], tyro.conf.arg(metavar="RECIPE")] = None
     """A recipe of `steppe recipes`; the options below change it."""
-    config: Maybe[Path] = None
-    """A TOML or JSON file of settings; a run's own config.json repeats it."""
-    set: Repeated = ()
-    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. Repeatable."""
-    target: Maybe[str] = None
-    """With --data FILE.csv: the column to predict."""
     resume: Maybe[str] = None
     """Resume this run (its folder or its name)."""
     store: Path = DEFAULT_STORE
@@ -154,7 +160,7 @@ class Running:
 
     def next_steps(self, runs: int) -> None:
         """Where the runs are, and what can be done with them."""
-        number = "1 run" if runs == 1 else f"{runs} runs"
+        number = f"{runs} run{'s' * (runs != 1)}"
         logger.info("\n%s in %s (`steppe runs` lists them)", number, self.store)
         store = "" if self.store == DEFAULT_STORE else f" --store {shlex.quote(str(self.store))}"
         file = next((str(file) for file in self.out if file.suffix == ".json"), None)
@@ -173,7 +179,7 @@ class Shared(Config):
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(Started):
     """Train several methods on several seeds and report which differ.
 
     Without options: the paper's six methods at default strengths (for safety) and rwp:rise=0.2 (for
@@ -186,12 +192,6 @@ class Compare:
     """Methods with options or settings of their own: sam:rho=.1, sgd:batch=256. Not given: sgd sam rwp arwp m-rwp m-arwp rwp:rise=0.2 (never tuned; not with --no-robustness)."""
     recipe: Maybe[str] = None
     """Start from this recipe. Not given: digits; none where --data, --model or --config is given."""
-    config: Maybe[Path] = None
-    """Start from a TOML or JSON file of settings."""
-    set: Repeated = ()
-    """NAME=VALUE: any setting, also data_options.NAME and model_options.NAME. Repeatable."""
-    target: Maybe[str] = None
-    """With --data FILE.csv: the column to predict."""
     seeds: int = 3
     """Number of seeds; at least 5 for a verdict."""
     tune: bool = False
@@ -251,7 +251,7 @@ class Swept(Config):
 
 
 @dataclass(frozen=True)
-class SweepGrid:
+class SweepGrid(Started):
     """Train a grid over any settings and method options.
 
     A search by name, or a grid of your own. With --validation 0.2 the best point is
@@ -265,12 +265,6 @@ class SweepGrid:
     """NAME=VALUE,VALUE,…: a setting or an option of the method. Repeatable."""
     search: Maybe[str] = None
     """rise, or one of the paper's searches: rho, rho-vit, sigma, eta-beta, sigma-lam."""
-    config: Maybe[Path] = None
-    """Start from a TOML or JSON file of settings."""
-    set: Repeated = ()
-    """NAME=VALUE: any setting. Repeatable."""
-    target: Maybe[str] = None
-    """With --data FILE.csv: the column to predict."""
     seeds: int = 1
     """Number of seeds."""
     running: OmitArgPrefixes[Running] = field(default_factory=Running)

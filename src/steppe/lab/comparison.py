@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from steppe.lab.compression import with_compression
 from steppe.lab.config import Config, as_config
-from steppe.lab.engines import Engine, chosen
+from steppe.lab.engines import Engine, Job, chosen, run_all
 from steppe.lab.errors import LabError
-from steppe.lab.jobs import Job, run_all
 from steppe.lab.problems import ModelFn, Sources
 from steppe.lab.progress import Progress
 from steppe.lab.ranks import world
@@ -223,12 +222,11 @@ def compare(
     """
     place = chosen(engine, jobs)
     data = str(data) if isinstance(data, Path) else data
-    config = _with_names(as_config(config), model, data, task, place.threads)
-    sources = Sources(
-        model=None if model is None or isinstance(model, str) else model,
-        data=None if data is None or isinstance(data, str) else data,
-        task=task if isinstance(task, Task) else None,
-    )
+    given: dict[str, Any] = {"model": model, "data": data, "task": task}
+    names = {name: value for name, value in given.items() if isinstance(value, str)}
+    sources = Sources(**{name: value for name, value in given.items() if name not in names})
+    config = as_config(config)
+    config = config.replace(threads=config.threads or place.threads, **names)
 
     def run(work: Sequence[Job], title: str) -> list[Result]:
         return run_all(work, sources, store, engine=place, progress=progress, title=title)
@@ -246,9 +244,8 @@ def compare(
     with place.open() if tune else nullcontext():  # one cluster for both
         choices = [Choice(spec) for spec in specs]
         if tune:
-            how = tune if isinstance(tune, Tune) else Tune()
             free = [spec for spec in specs if not spec.for_compression]
-            tuned = iter(tune_all(free, config, how, run))
+            tuned = iter(tune_all(free, config, tune if isinstance(tune, Tune) else Tune(), run))
             every = [Choice(s) if s.for_compression else next(tuned) for s in specs]
             # trials may find that very setting
             choices = list({str(choice.spec): choice for choice in reversed(every)}.values())[::-1]
@@ -272,18 +269,6 @@ def compare(
         for i, choice in enumerate(choices)
     ]
     return Comparison(config, numbers, judged(rows))
-
-
-def _with_names(
-    config: Config,
-    model: ModelFn | str | None,
-    data: object,
-    task: Task | str | None,
-    threads: int,
-) -> Config:
-    named = {"model": model, "data": data, "task": task}
-    changes: dict[str, Any] = {k: v for k, v in named.items() if isinstance(v, str)}
-    return config.replace(threads=config.threads or threads, **changes)
 
 
 def _baseline_first(specs: list[Spec]) -> list[Spec]:

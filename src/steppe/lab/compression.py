@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from steppe.analysis.changes import Change, Pruning, Rounding, words
 from steppe.analysis.robustness import changed_weights
 from steppe.batchnorm import recompute_norm_stats, tracked_norms
-from steppe.lab.evaluation import evaluate
-from steppe.lab.problems import Sources
+from steppe.lab.problems import Sources, device, load_trained, training_batches
 from steppe.lab.results import Compressed, Result
 from steppe.lab.runs import COMPRESSED, Run
-from steppe.lab.trained import device, load_trained, training_batches
+from steppe.lab.tasks import evaluate
 from steppe.noise import Draw
 
 logger = logging.getLogger("steppe")
@@ -34,21 +33,18 @@ def name_of(change: Change) -> str:
 def with_compression(results: Sequence[Result], sources: Sources, *, quiet: bool) -> list[Result]:
     """The results with metrics after compression, measured where a run does not have them yet."""
     wanted = {name_of(change) for change in CHANGES}
-    found, todo = list(results), []
-    for number, result in enumerate(results):
-        known = wanted <= set(result.compressed.get("as is", ()))
-        if result.status == "finished" and result.folder is not None and not known:
-            todo.append(number)
-    if not quiet and any(r.status == "finished" and r.folder is None for r in results):
+    finished = [result for result in results if result.status == "finished"]
+    todo = [r for r in finished if r.folder and not wanted <= set(r.compressed.get("as is", ()))]
+    if not quiet and any(result.folder is None for result in finished):
         logger.info("not measured after compression: the models are not kept (no store)")
     if todo and not quiet:
         logger.info("measuring %d models after rounding and pruning", len(todo))
-    for number in todo:
-        folder = results[number].folder
-        assert folder is not None
-        compressed = compress(Run(folder), sources)
-        found[number] = dataclasses.replace(results[number], compressed=compressed)
-    return found
+    return [
+        dataclasses.replace(result, compressed=compress(Run(result.folder), sources))
+        if result.folder and any(result is each for each in todo)
+        else result
+        for result in results
+    ]
 
 
 def compress(run: Run, sources: Sources | None = None) -> Compressed:

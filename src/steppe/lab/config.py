@@ -193,11 +193,6 @@ def check(config: Config) -> None:
             raise unknown(name, str(getattr(config, name)), valid)
 
 
-def from_dict(values: Mapping[str, object]) -> Config:
-    """A config from a mapping; unknown names are errors."""
-    return Config().override(values)
-
-
 def as_config(given: Config | Mapping[str, object] | None) -> Config:
     """A config from a `Config`, a mapping of its fields, or nothing.
 
@@ -208,7 +203,7 @@ def as_config(given: Config | Mapping[str, object] | None) -> Config:
         return given or Config()
     if not isinstance(given, Mapping):
         raise LabError(f"config must be a Config or a mapping, got {type(given).__name__}.")
-    return from_dict(given)
+    return Config().override(given)
 
 
 def read_config(file: Path) -> Config:
@@ -223,7 +218,7 @@ def read_config(file: Path) -> Config:
         raise LabError(f"{file} is not valid {file.suffix.lstrip('.').upper()}: {error}.") from None
     if not isinstance(values, dict):
         raise LabError(f"{file} must hold a table of settings, got a {type(values).__name__}.")
-    return from_dict(values)
+    return as_config(values)
 
 
 def settings(pairs: tuple[str, ...]) -> dict[str, str]:

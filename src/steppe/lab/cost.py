@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -35,26 +35,17 @@ def step_flops(
     twin = copy.deepcopy(model).train()
     device = next(twin.parameters()).device
     x, y = (part[:SAMPLES].to(device) for part in batch)
-    batches: Sequence[tuple[Tensor, Tensor]] = [(x, y)] * method.batches_needed
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _alone() as wrap:
-        counted = _flops(wrap(twin), method, loss_fn, batches)
-    return round(counted * batch_size / len(y))
-
-
-def _flops(
-    model: nn.Module,
-    method: steppe.Method,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-    batches: Sequence[tuple[Tensor, Tensor]],
-) -> int:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    perturber = steppe.attach(model, optimizer, method, passes_over="microbatches")
-    with FlopCounterMode(display=False) as counter:
-        perturber.backward(lambda x, y: loss_fn(model(x), y), *batches)
-    perturber.detach()
-    counted: int = counter.get_total_flops()
-    return counted
+        counted = wrap(twin)
+        optimizer = torch.optim.SGD(counted.parameters(), lr=0.0)
+        perturber = steppe.attach(counted, optimizer, method, passes_over="microbatches")
+        batches = [(x, y)] * method.batches_needed
+        with FlopCounterMode(display=False) as counter:
+            perturber.backward(lambda x, y: loss_fn(counted(x), y), *batches)
+        perturber.detach()
+    flops: int = counter.get_total_flops()
+    return round(flops * batch_size / len(y))
 
 
 @contextmanager

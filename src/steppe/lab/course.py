@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import math
 import time
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,8 +18,6 @@ from steppe.lab.config import Config
 from steppe.lab.cost import SAMPLES, step_flops
 from steppe.lab.data import Split, sequential_order
 from steppe.lab.errors import Interrupted
-from steppe.lab.evaluation import EVAL_BATCH, evaluate
-from steppe.lab.logs import MetricLog
 from steppe.lab.problems import Problem
 from steppe.lab.progress import Event, Listener
 from steppe.lab.ranks import world
@@ -24,7 +25,10 @@ from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
 from steppe.lab.specs import parse
 from steppe.lab.stopping import StopSignal
+from steppe.lab.tasks import EVAL_BATCH, evaluate
 from steppe.lab.trainer import NotANumberError, Trainer
+
+logger = logging.getLogger("steppe")
 
 TELL_EVERY = 0.1
 NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
@@ -46,6 +50,32 @@ class Clock:
             torch.cuda.synchronize(self.device)
         self.wall += time.perf_counter() - self._began[0]
         self.cpu += time.process_time() - self._began[1]
+
+
+class MetricLog(AbstractContextManager["MetricLog"]):
+    """Takes one flat record per epoch: for the run's metrics.jsonl, and TensorBoard if installed."""
+
+    def __init__(self, run: Run | None) -> None:
+        self.run, self.board = run, None
+        if run is not None and importlib.util.find_spec("tensorboard") is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                logger.warning("tensorboard is installed but does not import: %s", error)
+            else:
+                self.board = SummaryWriter(str(run.folder / "tensorboard"))
+
+    def __call__(self, record: Record) -> None:
+        if self.run is not None:
+            self.run.append_metrics(record)
+        if self.board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name not in ("step", "epoch"):
+                    self.board.add_scalar(name, value, record["step"])
+
+    def __exit__(self, *_: object) -> None:
+        if self.board is not None:
+            self.board.close()
 
 
 class Course:
@@ -77,7 +107,7 @@ class Course:
         try:
             metrics = self._train()
         except NotANumberError as error:
-            message, metrics = self._diverged(error.step), {}
+            message, metrics = self._diverged(error.args[0]), {}
         result = Result(
             config=self.config,
             status="diverged" if message else "finished",
@@ -97,7 +127,9 @@ class Course:
             environment=where,
             folder=self.run.folder if self.run else None,
         )
-        self._finish(result)
+        self.trainer.perturber.detach()
+        self.world.from_first(lambda: self._write_end(result))
+        self._tell(force=True, done=result.status)
         return result
 
     def _train(self) -> dict[str, dict[str, float]]:
@@ -122,7 +154,8 @@ class Course:
         self.clock.start()
         for batches in trainer.batches():
             trainer.advance(batches)
-            asked, due = self.world.any(stop.asked, self._due())
+            late = time.monotonic() - self._saved >= 60 * self.config.checkpoint_minutes
+            asked, due = self.world.any(stop.asked, self.world.leads and late)
             if asked or due:
                 self.clock.stop()
                 self._save()
@@ -172,8 +205,8 @@ class Course:
         return found
 
     def _splits(self) -> dict[str, Split]:
-        splits = {name: getattr(self.data, name) for name in ("train", "test", "validation")}
-        return {name: split for name, split in splits.items() if split is not None}
+        names = ("train", "test", "validation")
+        return {name: split for name in names if (split := getattr(self.data, name)) is not None}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
         limit = self.config.eval_train if split is self.data.train else None
@@ -183,10 +216,8 @@ class Course:
     def _flops(self) -> int:
         few = [torch.arange(min(SAMPLES, len(self.data.train)))]
         batch = next(iter(self.data.train.batches(few, augment_seed=None)))
-        trainer = self.trainer
-        return step_flops(
-            trainer.model, trainer.method, self.task.loss, batch, batch_size=self.config.batch
-        )
+        model, method = self.trainer.model, self.trainer.method
+        return step_flops(model, method, self.task.loss, batch, batch_size=self.config.batch)
 
     def _resume(self) -> None:
         run = self.run
@@ -199,10 +230,6 @@ class Course:
             self.perturbation = state["perturbation"]
         if run is not None:
             run.rewind_metrics(self.trainer.step)
-
-    def _due(self) -> bool:
-        waited = time.monotonic() - self._saved
-        return self.world.leads and waited >= 60 * self.config.checkpoint_minutes
 
     def _save(self) -> None:
         """A checkpoint, unless the weights are no longer numbers: the last good one stays."""
@@ -233,13 +260,8 @@ class Course:
             f"{self.trainer.lr(step):.3g}{strength}. {lower}{last}"
         )
 
-    def _finish(self, result: Result) -> None:
-        """Weights first, then the result that says the run is finished, then no more checkpoints."""
-        self.trainer.perturber.detach()
-        self.world.from_first(lambda: self._write_end(result))
-        self._tell(force=True, done=result.status)
-
     def _write_end(self, result: Result) -> None:
+        """Weights first, then the result that says the run is finished, then no more checkpoints."""
         if self.run is None:
             return
         if result.status == "finished":

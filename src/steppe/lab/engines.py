@@ -1,7 +1,7 @@
 """Engines: where the runs of a comparison or a sweep are trained, and how many at once.
 
 An engine is asked for workers, which take runs and give back how they ended; what is done with
-the ends, with Ctrl-C and with progress is the same for all engines (`jobs.run_all`).
+the ends, with Ctrl-C and with progress is the same for all engines (`run_all`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,31 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from steppe.lab.config import Config
-from steppe.lab.errors import LabError, unknown
+from steppe.lab.errors import Interrupted, LabError, unknown
 from steppe.lab.problems import Sources
-from steppe.lab.progress import Event, Listener
+from steppe.lab.progress import Event, Listener, Progress, display
+from steppe.lab.ranks import world
 from steppe.lab.results import Result
-from steppe.lab.stopping import obey
-from steppe.lab.training import run_config
+from steppe.lab.specs import parse
+from steppe.lab.stopping import StopSignal, obey
+from steppe.lab.training import find_result, run_config, settled
+
+if TYPE_CHECKING:
+    from steppe.lab.ray_engine import Ray, Tasks
+
+Engine: TypeAlias = "Local | Ray"
+Workers: TypeAlias = "Processes | Tasks"
 
 End = Result | BaseException
 """How a run ended; `Interrupted` if it was asked to."""
@@ -36,37 +44,20 @@ Then = Callable[[Result], None]
 """What the training process does with a finished run, as a function of a module."""
 
 
-class Workers(AbstractContextManager["Workers"], Protocol):
-    """Train runs side by side, from entering it to leaving it."""
+@dataclass(frozen=True)
+class Job:
+    """A run to do, and what the progress display calls it (different for every job)."""
 
-    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
-        """Train this run when there is room for it."""
+    label: str
+    config: Config
+    then: Then | None = None
 
-    def wait(self, seconds: float) -> dict[int, End]:
-        """The runs that ended since the last call, or end within so many seconds."""
-
-    def events(self) -> list[Event]:
-        """What the runs reported since the last call."""
-
-    def stop(self) -> set[int]:
-        """Let runs under way save and end; gives those that will never begin."""
-
-
-class Engine(Protocol):
-    """Where runs are trained."""
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of a run whose config does not say."""
-
-    def device(self, config: Config) -> str | None:
-        """The device a run will have there; None: what this machine has."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """What several sets of workers can share, until the block is left; may be nested."""
-
-    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Workers | None:
-        """Workers for so many runs; None: this process does better alone, one after the other."""
+    def train(self, sources: Sources, store: str | Path | None, listener: Listener) -> Result:
+        """The run, and what comes after it."""
+        result = run_config(self.config, sources, store, named(listener, self.label))
+        if self.then is not None:
+            self.then(result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -77,12 +68,15 @@ class Local:
     threads: int = 1
 
     def device(self, config: Config) -> str | None:
+        """The device a run will have there; None: what this machine has."""
         return None
 
     def open(self) -> AbstractContextManager[None]:
+        """What several sets of workers can share, until the block is left; may be nested."""
         return nullcontext()
 
-    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Workers | None:
+    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Processes | None:
+        """Workers for so many runs; None: this process does better alone, one after the other."""
         processes = min(self.processes, runs)
         return Processes(processes, sources, store) if processes > 1 else None
 
@@ -129,21 +123,24 @@ class Processes(AbstractContextManager["Processes"]):
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
-        work = self._pool.submit(_work, label, config, self.sources, self.store, then)
-        self._open[work] = index
+    def submit(self, index: int, job: Job) -> None:
+        """Train this run when there is room for it."""
+        self._open[self._pool.submit(_work, job, self.sources, self.store)] = index
 
     def wait(self, seconds: float) -> dict[int, End]:
+        """The runs that ended since the last call, or end within so many seconds."""
         done, _ = wait(self._open, timeout=seconds, return_when=FIRST_COMPLETED)
         return {self._open.pop(future): _end(future) for future in done}
 
     def events(self) -> list[Event]:
+        """What the runs reported since the last call."""
         found = []
         while not self._events.empty():
             found.append(self._events.get())
         return found
 
     def stop(self) -> set[int]:
+        """Let runs under way save and end; gives those that will never begin."""
         self._stop.set()
         cancelled = [future for future in self._open if future.cancel()]
         return {self._open.pop(future) for future in cancelled}
@@ -179,33 +176,13 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _work(
-    label: str, config: Config, sources: Sources, store: str | Path | None, then: Then | None
-) -> Result:
-    return trained(config, sources, store, named(_events.put, label), then)
-
-
-def trained(
-    config: Config,
-    sources: Sources,
-    store: str | Path | None,
-    listener: Listener,
-    then: Then | None = None,
-) -> Result:
-    """A run, and what comes after it."""
-    result = run_config(config, sources, store, listener)
-    if then is not None:
-        then(result)
-    return result
+def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
+    return job.train(sources, store, _events.put)
 
 
 def named(listener: Listener, label: str) -> Listener:
     """A listener that hears of a run under this name."""
-
-    def relay(event: Event) -> None:
-        listener(dataclasses.replace(event, run=label))
-
-    return relay
+    return lambda event: listener(dataclasses.replace(event, run=label))
 
 
 def _check_picklable(sources: Sources) -> None:
@@ -216,3 +193,114 @@ def _check_picklable(sources: Sources) -> None:
             f"runs in several processes need a model function and data that can be pickled "
             f"({error}). Define them in a module, or use jobs=1."
         ) from error
+
+
+def passes(config: Config) -> int:
+    """Forward and backward passes per optimizer step."""
+    return len(parse(config.method).build(1).passes)
+
+
+Keep = Callable[[Job, Result], None]
+
+
+class Stopped(KeyboardInterrupt):
+    """Several runs were asked to stop; what they had reached is saved."""
+
+
+def run_all(
+    jobs: Sequence[Job],
+    sources: Sources,
+    store: str | Path | None,
+    *,
+    processes: int = 1,
+    engine: Engine | None = None,
+    progress: Progress = None,
+    title: str = "all runs",
+    show: Listener | None = None,
+    keep: Keep = lambda job, result: None,
+) -> list[Result]:
+    """The results of all jobs, in order; `processes` of them at a time, or as the engine can.
+
+    Under torchrun one after the other, each on all ranks. `show` is a display that is open already;
+    `keep` is called with every result as it comes, in this process, also before a stop.
+    """
+    engine = engine or Local(processes)
+    if world().several and not (isinstance(engine, Local) and engine.processes == 1):
+        raise LabError(
+            "under torchrun every run takes all ranks: runs side by side need jobs=1 and the "
+            "local engine."
+        )
+    results: dict[int, Result] = {}
+    open_jobs: dict[int, Job] = {}
+    for index, job in enumerate(jobs):
+        config = settled(job.config, sources, device=engine.device(job.config))
+        job = dataclasses.replace(job, config=config)
+        result = find_result(config, store) if store is not None else None
+        if result is None or job.then is not None:
+            open_jobs[index] = job
+        else:
+            results[index] = result
+            keep(job, result)
+    if not open_jobs:
+        return [results[index] for index in range(len(jobs))]
+    with ExitStack() as stack:
+        if show is None:
+            weights = {job.label: float(passes(job.config)) for job in open_jobs.values()}
+            show = stack.enter_context(display(progress, weights, title))
+        workers = engine.workers(len(open_jobs), sources, store)
+        if workers is None:
+            results |= _one_by_one(open_jobs, sources, store, show, keep)
+        else:
+            results |= _side_by_side(open_jobs, workers, show, keep)
+    return [results[index] for index in range(len(jobs))]
+
+
+def _one_by_one(
+    jobs: Mapping[int, Job],
+    sources: Sources,
+    store: str | Path | None,
+    show: Listener,
+    keep: Keep,
+) -> dict[int, Result]:
+    results = {}
+    for index, job in jobs.items():
+        try:
+            results[index] = job.train(sources, store, show)
+        except Interrupted:
+            raise Stopped(f"{len(results)} of {len(jobs)} runs finished") from None
+        keep(job, results[index])
+    return results
+
+
+def _side_by_side(
+    jobs: Mapping[int, Job], workers: Workers, show: Listener, keep: Keep
+) -> dict[int, Result]:
+    """All results; the first error, or a signal, ends the other runs too, which save first."""
+    ends: dict[int, End] = {}
+    left = set(jobs)
+    with StopSignal() as signal, workers:
+        for index, job in jobs.items():
+            workers.submit(index, job)
+        while left:
+            new = workers.wait(0.1)
+            for event in workers.events():
+                show(event)
+            for index, end in new.items():
+                if isinstance(end, Result):
+                    keep(jobs[index], end)
+            ends |= new
+            left -= set(new)
+            if signal.asked or any(isinstance(end, BaseException) for end in ends.values()):
+                left -= workers.stop()
+    return _collect(ends, len(jobs))
+
+
+def _collect(ends: Mapping[int, End], runs: int) -> dict[int, Result]:
+    """All results, or the most telling of what went wrong."""
+    for end in ends.values():
+        if isinstance(end, BaseException) and not isinstance(end, Interrupted):
+            raise end
+    results = {index: end for index, end in sorted(ends.items()) if isinstance(end, Result)}
+    if len(results) < runs:
+        raise Stopped(f"{len(results)} of {runs} runs finished")
+    return results

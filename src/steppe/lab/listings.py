@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from steppe.lab.commands import _write
 from steppe.lab.errors import LabError, explained
 from steppe.lab.options import Maybe, Words
 from steppe.lab.recipes import PAPER, RECIPES, recipe
 from steppe.lab.results import stored
-from steppe.lab.runs import DEFAULT_STORE, Run, Store, to_csv
+from steppe.lab.runs import DEFAULT_STORE, Record, Run, Store
 from steppe.lab.tables import Format, Table, terminal_width
 
 
@@ -67,7 +67,7 @@ class Runs:
             raise LabError(f"say which run to {self.action}: steppe runs {self.action} NAME.")
         for run in [store.get(name) for name in self.names]:
             if self.action == "show":
-                _write(to_csv(run.metrics).rstrip() if self.csv else _about(run))
+                _write(_csv(run.metrics) if self.csv else _about(run))
             else:
                 store.remove(run)
                 _write(f"removed {run.folder}")
@@ -77,7 +77,7 @@ class Runs:
             return f"No runs in {self.store} yet. The first: steppe train digits"
         records = [_summary(run) for run in runs]
         if self.csv:
-            return to_csv(records).rstrip()
+            return _csv(records)
         names = ("run", "status", "step", "metric", "test", "seconds")
         rows = tuple(tuple(_cell(record.get(name)) for name in names) for record in records)
         return Table(names, rows).text()
@@ -160,15 +160,22 @@ def fetched(name: str, root: Path | None, url: str | None) -> str:
         return f"{name} is in {data.fetch(name, root, url, progress)}"
 
 
-def _summary(run: Run) -> dict[str, object]:
+def _summary(run: Run) -> Record:
     result = stored(run)
-    record: dict[str, object] = {"run": run.name, "status": run.status}
+    record: Record = {"run": run.name, "status": run.status}
     if result is None:
         return {**record, "step": run.progress()}
     record |= {"step": result.steps, "metric": result.metric, "seconds": round(result.seconds, 1)}
     if result.status == "finished":
         record["test"] = result.score()
     return record
+
+
+def _csv(records: Sequence[Record]) -> str:
+    """With a column for every name that appears."""
+    names = tuple(dict.fromkeys(name for record in records for name in record))
+    rows = tuple(tuple(str(record.get(name, "")) for name in names) for record in records)
+    return Table(names, rows).csv()
 
 
 def _about(run: Run) -> str:
@@ -201,7 +208,3 @@ def _toml(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,18 @@ PREFIXES = ("folder", "torchvision", "timm", GIVEN[:-1])
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     """The error for a name that does not exist, with the nearest ones that do.
 
-    Examples:
-        >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
-        No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
+    >>> print(unknown("model", "resnet81", ["mlp", "resnet18"]))
+    No model is called 'resnet81'. Did you mean resnet18? There are: mlp, resnet18.
     """
     valid = list(valid)
-    near = difflib.get_close_matches(name.lower(), valid, n=3, cutoff=0.5)
-    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    guess = did_you_mean(name.lower(), valid)
     return ValueError(f"No {kind} is called {name!r}.{guess} There are: {', '.join(valid)}.")
+
+
+def did_you_mean(name: str, valid: Sequence[str], *, most: int = 3) -> str:
+    """` Did you mean resnet18?`; empty if no name is near."""
+    near = difflib.get_close_matches(name, valid, n=most, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def check_options(owner: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
@@ -41,17 +45,15 @@ def check_options(owner: str, function: Callable[..., Any], options: Mapping[str
     for name in options:
         if name not in valid:
             takes = f"It takes {', '.join(valid)}" if valid else "It takes none"
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            guess = f" Did you mean {near[0]}?" if near else ""
+            guess = did_you_mean(name, valid, most=1)
             raise ValueError(f"{owner} has no option {name!r}.{guess} {takes}.")
 
 
 def names_function(name: str) -> bool:
     """Whether this is `package.module:function`, and not a path or a name with another prefix.
 
-    Examples:
-        >>> [names_function(n) for n in ("mine:data", "folder:pictures", "timm:resnet18")]
-        [True, False, False]
+    >>> [names_function(n) for n in ("mine:data", "folder:pictures", "timm:resnet18")]
+    [True, False, False]
     """
     module, _, function = name.partition(":")
     parts = [*module.split("."), function]
@@ -61,9 +63,8 @@ def names_function(name: str) -> bool:
 def shown_name(name: str) -> str:
     """A data set's or model's name as tables show it: of a path the last part.
 
-    Examples:
-        >>> [shown_name(n) for n in ("given:net", "folder:/data/pets", "/data/wine.csv", "mlp")]
-        ['net', 'pets', 'wine.csv', 'mlp']
+    >>> [shown_name(n) for n in ("given:net", "folder:/data/pets", "/data/wine.csv", "mlp")]
+    ['net', 'pets', 'wine.csv', 'mlp']
     """
     if name.startswith("folder:") or os.sep in name:
         return Path(name.removeprefix("folder:")).name
@@ -73,9 +74,8 @@ def shown_name(name: str) -> str:
 def user_function(name: str) -> Callable[..., Any]:
     """The function behind `package.module:function`; modules of the working folder count too.
 
-    Examples:
-        >>> user_function("math:sqrt")(9)
-        3.0
+    >>> user_function("math:sqrt")(9)
+    3.0
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -104,3 +104,18 @@ def _module(module_name: str, name: str) -> Any:
     finally:
         if added:
             sys.path.remove(here)
+
+
+def library(name: str, install: str = "") -> Any:
+    """A module of an optional package, or how to get it."""
+    package = name.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(name)
+    except ImportError as error:
+        message = f"{package} is not installed. Install it: pip install {install or package}."
+        raise ImportError(message) from error
+    except RuntimeError as error:  # built for another torch: "operator … does not exist"
+        raise ImportError(
+            f"{package} does not import beside this torch ({error}). Install the build that matches it."
+        ) from error

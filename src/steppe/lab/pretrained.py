@@ -24,15 +24,16 @@ def load_weights(model: nn.Module, file: Path, *, outputs: int | None) -> None:
     """
     given = read_state(file)
     own = model.state_dict()
-    heads = [k for k, v in given.items() if k in own and _is_other_head(v, own[k], outputs)]
-    wrong = [k for k, v in given.items() if k in own and v.shape != own[k].shape and k not in heads]
+    shared = [k for k in given if k in own]
+    heads = [k for k in shared if _is_other_head(given[k], own[k], outputs)]
+    wrong = [k for k in shared if given[k].shape != own[k].shape and k not in heads]
     if wrong:
         key = wrong[0]
         raise LabError(
             f"{file}: {key} has shape {tuple(given[key].shape)}, the model's has "
             f"{tuple(own[key].shape)} ({len(wrong)} such weights): the file is of another model."
         )
-    fitting = {k: v for k, v in given.items() if k in own and k not in heads}
+    fitting = {k: given[k] for k in shared if k not in heads}
     if not fitting:
         raise LabError(
             f"{file}: none of its {len(given)} weights has a name of this model's "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steppe.lab import data as datasets
 from steppe.lab import models, tasks
@@ -18,9 +20,9 @@ from steppe.lab.data import Data
 from steppe.lab.data.named import prepared
 from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
-from steppe.lab.fingerprints import data_fingerprint, file_fingerprint, source_fingerprint
 from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
+from steppe.lab.runs import Run
 from steppe.lab.tasks import Task
 
 ModelFn = Callable[[], nn.Module]
@@ -102,19 +104,17 @@ def named(config: Config, sources: Sources) -> Config:
         fingerprint += datasets.content_fingerprint(changes["data"])
     if isinstance(sources.data, Data):
         fingerprint += data_fingerprint(sources.data)
-    if config.init is not None:
-        fingerprint += file_fingerprint(Path(config.init))
+    if config.init is not None and Path(config.init).is_file():
+        with Path(config.init).open("rb") as stream:
+            fingerprint += hashlib.file_digest(stream, "sha256").hexdigest()[:12]
     return config.replace(**changes, code=fingerprint)
 
 
 def load_problem(config: Config, sources: Sources) -> Problem:
     """Data, model and task of a run; the model is drawn from torch's global generator."""
-    for kind, name, given in (
-        ("model", config.model, sources.model),
-        ("data", config.data, sources.data),
-        ("task", config.task or "", sources.task),
-    ):
-        if name.startswith(GIVEN) and given is None:
+    for kind in ("model", "data", "task"):
+        name = getattr(config, kind) or ""
+        if name.startswith(GIVEN) and getattr(sources, kind) is None:
             raise LabError(
                 f"this run's {kind} came from Python code ({name}), which no file can bring back: "
                 "call steppe.lab.train again with it."
@@ -190,3 +190,76 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
             f"classes. Build the model with {data.classes} outputs."
         )
     task.measure(outputs, y)
+
+
+def source_fingerprint(*objects: object) -> str:
+    """A digest of the source files these functions and objects were written in.
+
+    A run that used other code is another run. Code without a source (typed at a prompt) gets a
+    digest that never comes again, so that such runs are not taken for each other.
+    """
+    digest = hashlib.sha256()
+    for item in objects:
+        digest.update(_source(item).encode())
+    return digest.hexdigest()[:12]
+
+
+def data_fingerprint(data: Data) -> str:
+    """A digest of sizes, first, middle and last samples: enough to tell data sets apart."""
+    digest = hashlib.sha256(repr((data.name, data.note, len(data.train), len(data.test))).encode())
+    for split in (data.train, data.test):
+        few = torch.tensor([0, len(split) // 2, len(split) - 1])
+        for x, y in split.batches([few], augment_seed=None):
+            digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _source(item: object) -> str:
+    named = inspect.isfunction(item) or inspect.isclass(item) or inspect.ismethod(item)
+    target: Any = item if named else type(item)
+    try:
+        file = inspect.getsourcefile(target)
+        if file and Path(file).exists():
+            return Path(file).read_text(encoding="utf-8")
+        return inspect.getsource(target)
+    except (OSError, TypeError):
+        return uuid.uuid4().hex
+
+
+def load_trained(run: Run, sources: Sources | None = None) -> Problem:
+    """Data, trained model and task of a finished run, the model in evaluation mode.
+
+    `sources` brings back a model, data or task that came as Python objects.
+    """
+    if run.status == "unfinished":
+        raise LabError(f"{run.name} is not finished: steppe train --resume {run.folder}")
+    if run.status == "diverged":
+        raise LabError(f"{run.name} diverged, so there is no trained model to look at.")
+    config = run.config
+    given = [name for name in (config.data, config.model, config.task or "") if GIVEN in name]
+    if given and sources is None:
+        raise LabError(
+            f"{run.name} used Python objects ({', '.join(given)}), which no file can bring back: "
+            "in Python, steppe.report.analyses.problem_of(run, sources=…) takes them."
+        )
+    with torch.random.fork_rng(devices=[]):
+        whole = load_problem(config.replace(init=None), sources or Sources())
+    with explained(f"the model of {run.name}"):
+        whole.model.load_state_dict(torch.load(run.model_file, weights_only=True))
+    whole.model.to(device()).eval()
+    return whole
+
+
+def training_batches(problem: Problem, config: Config, samples: int) -> list[Tensor]:
+    """Inputs of the first batches that the run trained on, augmented, of about so many samples."""
+    first = {"seed": config.seed, "epoch": 0, "stream": 0}
+    n = len(problem.data.train)
+    order = datasets.epoch_order(n, config.batch, **first, drop_last=config.drop_last)
+    few = order[: -(-samples // config.batch)]
+    seed = datasets.mix("training", *first.values())
+    return [x for x, _ in problem.data.train.batches(few, augment_seed=seed)]
+
+
+def device() -> torch.device:
+    """Where stored models are looked at."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,10 +49,6 @@ Progress = bool | Listener | None
 """True or False shows or hides it, None shows it where a person is looking, a function is called."""
 
 
-Display = Listener
-"""Shows the events of one or several runs that it is called with."""
-
-
 def duration(seconds: float) -> str:
     """A time in two units at most.
 
@@ -137,10 +133,8 @@ class Bars(rich.Progress):
 
 def display(
     show: Progress, weights: Mapping[str, float] | None = None, title: str = "all runs"
-) -> AbstractContextManager[Display]:
+) -> AbstractContextManager[Listener]:
     """Bars on a terminal and in notebooks, else log lines; `show=False`, and all ranks but 0: nothing.
-
-    A function is called with every event instead.
 
     `weights` gives the share of work of each run, by name, where there are several.
     """

@@ -53,17 +53,14 @@ class World:
     @contextmanager
     def together(self) -> Iterator[None]:
         """An error of one rank ends the block on all, so that no rank waits for one that is gone."""
+        if not self.several:
+            yield
+            return
         error: Exception | None = None
         try:
             yield
-        except Exception as raised:
-            if not self.several:
-                raise
+        except (LabError, OSError) as raised:  # a bug's traceback says more than agreement on it
             error = raised
-        if not self.several:
-            return
-        if error is not None and not isinstance(error, LabError | OSError):
-            raise error  # a bug: its traceback says more than the others' agreement
         said = [text for text in self.gather(None if error is None else str(error)) if text]
         if said:
             raise shared(said[0]) from error
@@ -121,15 +118,10 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size())
 
 
-def launched() -> World:
-    """This process as torchrun started it, before there is a process group."""
-    return World(*rank_and_size())
-
-
 @contextmanager
 def joined() -> Iterator[World]:
     """All processes that torchrun started as one process group, until the end of the block."""
-    if not launched().several or dist.is_initialized():
+    if rank_and_size()[1] < 2 or dist.is_initialized():
         yield world()
         return
     backend = "gloo"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from steppe.lab.config import Config
-from steppe.lab.engines import End, Then
+from steppe.lab.engines import End, Job
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Event
@@ -108,12 +108,8 @@ class Ray:
 def _connect(ray: Any, address: str) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
-            **quiet,
-        )
+        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
+        ray.init(address="local", **own, **quiet)
         return
     try:
         _knock(address)
@@ -178,16 +174,15 @@ class Tasks(AbstractContextManager["Tasks"]):
             self._ray.cancel(task, force=True)
         self._ray.kill(self._board)
 
-    def submit(self, index: int, label: str, config: Config, then: Then | None = None) -> None:
-        self._check_room(config)
+    def submit(self, index: int, job: Job) -> None:
+        self._check_room(job.config)
         store = None if self.store is None else Path(self.store).resolve()
-        here = Path.cwd(), tuple(sys.path)
-        self._send(Trial(index, label, config, store, self._mark, *here, then))
+        self._send(Trial(index, job, store, self._mark, Path.cwd(), tuple(sys.path)))
 
     def _send(self, trial: Trial) -> None:
-        share = self.engine.resources(trial.config)
+        share = self.engine.resources(trial.job.config)
         task = self._task.options(
-            num_cpus=share["CPU"], num_gpus=share["GPU"], name=f"steppe: {trial.label}"
+            num_cpus=share["CPU"], num_gpus=share["GPU"], name=f"steppe: {trial.job.label}"
         )
         self._open[task.remote(trial, self._sources, self._board)] = trial
 
@@ -238,12 +233,12 @@ class Tasks(AbstractContextManager["Tasks"]):
         reason = str(error).partition("\n")[0]
         if trial.attempt >= self.engine.retries:
             said = LabError(
-                f"the worker of {trial.label} died {trial.attempt + 1} times, perhaps because "
+                f"the worker of {trial.job.label} died {trial.attempt + 1} times, perhaps because "
                 f"memory ran out: {reason} Finished runs are kept: the same command resumes."
             )
             said.__cause__ = error
             return said
-        logger.warning("the worker of %s died, and the run is sent to another", trial.label)
+        logger.warning("the worker of %s died, and the run is sent to another", trial.job.label)
         self._send(replace(trial, attempt=trial.attempt + 1))
         return None
 

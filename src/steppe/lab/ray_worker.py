@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from steppe.lab import checkpoints
-from steppe.lab.config import Config
-from steppe.lab.engines import Then, named
+from steppe.lab.engines import Job, named
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Event, Listener
@@ -86,8 +85,7 @@ class Trial:
     """A run as it is sent to a worker."""
 
     index: int
-    label: str
-    config: Config
+    job: Job
     store: Path | None
     mark: Path | None
     """A file that the driver has put into the store: a worker that sees it shares the disk."""
@@ -95,7 +93,6 @@ class Trial:
     """Where the driver is: relative names of data and code start there."""
     path: tuple[str, ...]
     """Where the driver finds modules."""
-    then: Then | None = None
     attempt: int = 0
 
 
@@ -111,16 +108,16 @@ def train_trial(trial: Trial, sources: bytes, board: Any) -> Outcome:
     if trial.folder.is_dir():
         os.chdir(trial.folder)
     sys.path += [place for place in trial.path if place not in sys.path]
-    listener = named(lambda event: _tell(ray, board, event), trial.label)
-    with _stop_heard(ray, board), _warnings_to(board, trial.label):
-        device_here(trial.config.device)
+    listener = named(lambda event: _tell(ray, board, event), trial.job.label)
+    with _stop_heard(ray, board), _warnings_to(board, trial.job.label):
+        device_here(trial.job.config.device)
         given: Sources = ray.cloudpickle.loads(sources)
         try:
             result = _patiently(trial, given, listener)
         except Interrupted as stopped:  # raised, Ray would take it for a cancelled task
             return stopped, {}
-        if trial.then is not None:
-            trial.then(result)
+        if trial.job.then is not None:
+            trial.job.then(result)
     shared = trial.mark is None or trial.mark.exists()
     return result, {} if shared or result.folder is None else pack(Run(result.folder))
 
@@ -130,7 +127,7 @@ def _patiently(trial: Trial, sources: Sources, listener: Listener) -> Result:
     deadline = time.monotonic() + (PATIENCE if trial.attempt else 0)
     while True:
         try:
-            return run_settled(trial.config, sources, trial.store, listener)
+            return run_settled(trial.job.config, sources, trial.store, listener)
         except BusyError:
             if time.monotonic() > deadline:
                 raise

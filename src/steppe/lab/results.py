@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from steppe.lab.config import Config, from_dict
+from steppe.lab.config import Config, as_config
 from steppe.lab.errors import LabError
 from steppe.lab.naming import shown_name
 from steppe.lab.runs import Run
@@ -92,13 +92,12 @@ class Result:
 def from_record(content: dict[str, Any], folder: Path | None = None) -> Result:
     """A result from its `to_dict`."""
     strength = content["strength"] and tuple(content["strength"])
-    values = {**content, "config": from_dict(content["config"]), "strength": strength}
+    values = {**content, "config": as_config(content["config"]), "strength": strength}
     return Result(**values, folder=folder, reused=True)
 
 
 def stored(run: Run) -> Result | None:
     """The result of a run in the store, if it has one."""
-    content = run.result
-    if content is None:
+    if (content := run.result) is None:
         return None
     return from_record({**content, "compressed": run.compressed}, run.folder)

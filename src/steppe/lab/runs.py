@@ -11,18 +11,16 @@ compressed.json    metrics after rounding and pruning, once they were asked for
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from steppe.lab.checkpoints import checkpoints, write_atomic
-from steppe.lab.config import Config, from_dict
+from steppe.lab.config import Config, as_config
 from steppe.lab.errors import LabError
 from steppe.lab.naming import shown_name
 
@@ -56,7 +54,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return from_dict(_read_json(self.folder / "config.json"))
+        return as_config(_read_json(self.folder / "config.json"))
 
     @property
     def environment(self) -> Record:
@@ -65,36 +63,27 @@ class Run:
     @property
     def result(self) -> Record | None:
         """What the run ended with; None while it has not."""
-        return self._optional("result.json")
+        file = self.folder / "result.json"
+        return _read_json(file) if file.exists() else None
 
     @property
     def compressed(self) -> Record:
         """Metrics after compression; empty if nobody asked for them yet."""
-        return self._optional(COMPRESSED) or {}
-
-    def _optional(self, name: str) -> Record | None:
-        file = self.folder / name
-        return _read_json(file) if file.exists() else None
+        file = self.folder / COMPRESSED
+        return _read_json(file) if file.exists() else {}
 
     @property
     def status(self) -> Status:
         result = self.result
-        if result is None:
-            return "unfinished"
-        return "diverged" if result["status"] == "diverged" else "finished"
+        return "unfinished" if result is None else result["status"]
 
     @property
     def metrics(self) -> list[Record]:
         """One record per evaluated epoch; a line cut off by a kill is left out."""
-        file = self.folder / "metrics.jsonl"
-        if not file.exists():
-            return []
-        records = []
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
+        file, records = self.folder / "metrics.jsonl", []
+        with suppress(FileNotFoundError, ValueError):
+            for line in file.read_text(encoding="utf-8").splitlines():
                 records.append(json.loads(line))
-            except ValueError:
-                break
         return records
 
     def write_json(self, name: str, content: Record) -> None:
@@ -131,15 +120,11 @@ class Store:
 
     def find(self, config: Config) -> Run | None:
         """The run with this config's identity, whatever recipe it was started from."""
-        for folder in self.folder.glob(f"*-{config.identity}"):
-            if (folder / "config.json").exists():
-                return Run(folder)
-        return None
+        found = self.folder.glob(f"*-{config.identity}/config.json")
+        return next((Run(file.parent) for file in found), None)
 
     def runs(self) -> list[Run]:
         """All runs, by name."""
-        if not self.folder.is_dir():
-            return []
         return [Run(file.parent) for file in sorted(self.folder.glob("*/config.json"))]
 
     def get(self, name: str) -> Run:
@@ -147,9 +132,9 @@ class Store:
         if (Path(name) / "config.json").exists():
             return Run(Path(name))
         matches = [run for run in self.runs() if name in run.name]
-        exact = [run for run in matches if run.name == name]
-        if len(exact or matches) == 1:
-            return (exact or matches)[0]
+        matches = [run for run in matches if run.name == name] or matches
+        if len(matches) == 1:
+            return matches[0]
         if not matches:
             raise LabError(f"there is no run {name!r} in {self.folder}. `steppe runs` lists them.")
         names = ", ".join(run.name for run in matches[:4])
@@ -188,16 +173,6 @@ def lock(stream: IO[Any], what: str) -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BusyError(f"another process is working on {what}.") from None
-
-
-def to_csv(records: Sequence[Record]) -> str:
-    """Records as CSV, with a column for every name that appears."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return stream.getvalue()
 
 
 def _read_json(file: Path) -> Record:

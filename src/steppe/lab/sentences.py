@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -137,12 +138,11 @@ def _title(comparison: Comparison) -> str:
     about = shown_name(config.data)
     if example.data_note:
         about += f" ({example.data_note})"
-    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
+    seeds = f"{len(comparison.seeds)} seed{'s' * (len(comparison.seeds) > 1)}"
     return f"{about}, {shown_name(config.model)}, {example.steps} steps of batch {config.batch}, {seeds}"
 
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:
-    environment = comparison.example.environment
     lines = [sentence] if (sentence := comparison_sentence(comparison)) else []
     lines.append(
         "Final model, mean ± standard deviation over seeds; ↑ higher is better, ↓ lower is better. "
@@ -159,60 +159,59 @@ def _notes(comparison: Comparison) -> tuple[str, ...]:
         )
     elif any(row.chosen == "default" for row in comparison.rows):
         lines.append("Strengths that were not given are untuned defaults (--tune chooses them).")
-    ranks = environment.get("ranks", 1)
+    known = defaultdict(lambda: None, comparison.example.environment)
+    ranks = known["ranks"] or 1
     lines.append(
-        f"torch {environment.get('torch')}, steppe {environment.get('steppe')} "
-        f"({environment.get('commit') or 'installed'}), {environment.get('processor')}, "
-        f"{environment.get('threads')} thread{'s' if environment.get('threads') != 1 else ''} per "
-        f"run{f', on each of {ranks} ranks' if ranks > 1 else ''}."
+        f"torch {known['torch']}, steppe {known['steppe']} ({known['commit'] or 'installed'}), "
+        f"{known['processor']}, {known['threads']} thread{'s' * (known['threads'] != 1)} per run"
+        f"{f', on each of {ranks} ranks' if ranks > 1 else ''}."
     )
     return tuple(lines)
 
 
+def verdict_words(rows: Sequence[tuple[Row, Difference]], digits: int) -> list[str]:
+    """`SAM (+9.21) and RWP (+6.90) are better`, `ASAM (−1.20) is worse`."""
+    said = []
+    for verdict in ("better", "worse"):
+        named = [f"{r.label} ({signed(d.mean, digits)})" for r, d in rows if d.verdict == verdict]
+        if named:
+            said.append(f"{join_words(named)} {'is' if len(named) == 1 else 'are'} {verdict}")
+    return said
+
+
 def comparison_sentence(comparison: Comparison) -> str:
     """`Over 10 seeds, SAM (+9.21) and RWP (+6.90) are better than SGD in test accuracy; …`"""
-    example, base = comparison.example, comparison.baseline
+    example, base = comparison.example, comparison.baseline.label
     digits = metric_digits(comparison)
     unit = f" {example.unit}" if example.unit else ""
-    groups: dict[str, list[Row]] = {}
-    for row in comparison.rows[1:]:
-        if row.difference is not None:
-            groups.setdefault(row.difference.verdict, []).append(row)
-    parts = []
-    for verdict in ("better", "worse"):
-        if rows := groups.get(verdict):
-            named = [f"{r.label} ({signed(_difference(r).mean, digits)})" for r in rows]
-            are = "is" if len(rows) == 1 else "are"
-            parts.append(f"{join_words(named)} {are} {verdict} than {base.label}")
-    if rows := groups.get("no difference seen"):
-        least = max(_difference(r).smallest for r in rows)
+    rows = [(row, row.difference) for row in comparison.rows[1:] if row.difference is not None]
+    parts = [f"{words} than {base}" for words in verdict_words(rows, digits)]
+    if unclear := [(row, d) for row, d in rows if d.verdict == "no difference seen"]:
         parts.append(
-            f"no significant difference from {base.label} for "
-            f"{join_words([r.label for r in rows])} "
-            f"(minimum detectable difference {least:.{digits}f}{unit})"
+            f"no significant difference from {base} for {join_words([r.label for r, _ in unclear])} "
+            f"(minimum detectable difference {max(d.smallest for _, d in unclear):.{digits}f}{unit})"
         )
     n = len(comparison.seeds)
-    seeds = "1 seed" if n == 1 else f"{n} seeds"
     said = ""
     if parts:
-        said = f"Over {seeds}, in test {example.metric}{f' ({example.unit})' if unit else ''}: "
-        said += "; ".join(parts) + "."
-    return " ".join(filter(None, [said, _too_few(groups, digits, unit), _diverged(comparison)]))
+        said = f"Over {n} seed{'s' * (n > 1)}, in test {example.metric}"
+        said += f"{f' ({example.unit})' if unit else ''}: {'; '.join(parts)}."
+    few = [(r, d) for r, d in rows if d.verdict == "too few seeds" and r.finished]
+    return " ".join(filter(None, [said, _too_few(few, digits, unit), _diverged(comparison)]))
 
 
-def _too_few(groups: dict[str, list[Row]], digits: int, unit: str) -> str:
-    rows = [row for row in groups.get("too few seeds", []) if row.finished]
+def _too_few(rows: Sequence[tuple[Row, Difference]], digits: int, unit: str) -> str:
     if not rows:
         return ""
-    names = join_words([row.label for row in rows])
-    n = min(_difference(row).n for row in rows)
+    n = min(difference.n for _, difference in rows)
     seeds = "1 seed is" if n == 1 else f"{n} seeds are"
+    names = join_words([row.label for row, _ in rows])
     text = f"{seeds} too few for a verdict on {names} ({ENOUGH} are needed)"
     if n >= 2:
-        most = max(rows, key=lambda row: abs(_difference(row).mean))
-        least = max(_difference(row).smallest for row in rows)
+        most, difference = max(rows, key=lambda pair: abs(pair[1].mean))
+        least = max(each.smallest for _, each in rows)
         text += (
-            f": the largest difference is {signed(_difference(most).mean, digits)}{unit} "
+            f": the largest difference is {signed(difference.mean, digits)}{unit} "
             f"({most.label}), the minimum detectable difference {least:.{digits}f}"
         )
     return text + "."
@@ -225,8 +224,3 @@ def _diverged(comparison: Comparison) -> str:
         if len(row.finished) < len(row.results)
     ]
     return f"Diverged: {join_words(lost)}." if lost else ""
-
-
-def _difference(row: Row) -> Difference:
-    assert row.difference is not None
-    return row.difference

@@ -62,9 +62,8 @@ class Spec:
 
     def with_options(self, **options: Value) -> Spec:
         """The same method with other options; a new strength replaces the old, whatever its kind."""
-        kept = dict(self.options)
-        if any(name in STRENGTHS for name in options):
-            kept = {name: value for name, value in kept.items() if name not in STRENGTHS}
+        dropped = STRENGTHS if set(STRENGTHS) & set(options) else ()
+        kept = {name: value for name, value in self.options.items() if name not in dropped}
         return dataclasses.replace(self, options={**kept, **options})
 
     @property
@@ -146,9 +145,9 @@ def parse(text: str) -> Spec:
             options[key] = literal(value)  # type: ignore[assignment]
         elif key in types and key != "method":
             fields[key] = coerce(key, value, types[key])
+        elif not option_names(name):
+            raise LabError(f"{name} has no options, got {key!r}.")
         else:
-            if not option_names(name):
-                raise LabError(f"{name} has no options, got {key!r}.")
             raise unknown(f"option of {name}", key, option_names(name))
     spec = Spec(name, options, fields)
     if name != "sgd":  # which has nothing to check, and `--help` must not wait for torch
@@ -233,18 +232,16 @@ def _noisy(method: steppe.Method) -> steppe.Pass:
 
 def _strength_and_shape(strength: Any) -> tuple[Value, str]:
     """`(0.01, "cosine")` of cosine_increase(0, 0.01)."""
-    shapes = {"CosineIncrease": "cosine", "Linear": "linear", "Constant": "constant"}
-    shape = shapes.get(type(strength).__name__)
-    if shape is None and not callable(strength):
+    if not callable(strength):
         return strength, "constant"
-    if shape == "constant":
-        return strength.value, shape
-    if shape is None or strength.start != 0 or strength.steps is not None:
-        raise LabError(
-            f"{strength}: in the lab a strength is a number, or linear(0, end) or "
-            "cosine_increase(0, end) over the whole training, without steps."
-        )
-    return strength.end, shape
+    value: Any = getattr(strength, "end", getattr(strength, "value", None))
+    for shape, schedule in SCHEDULES.items():
+        if value is not None and schedule(value) == strength:
+            return value, shape
+    raise LabError(
+        f"{strength}: in the lab a strength is a number, or linear(0, end) or "
+        "cosine_increase(0, end) over the whole training, without steps."
+    )
 
 
 def adapted(base: Spec, given: Spec) -> Spec:
@@ -265,8 +262,8 @@ def label(spec: Spec, optimizer: str = "sgd") -> str:
     >>> label(parse("m-arwp:ratio=.9,lam=.3"))
     'm-ARWP (lam 0.3)'
     """
-    names = {"sgd": {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optimizer]}
-    base = names.get(spec.name) or spec.name.upper().replace("M-", "m-")
+    baseline = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optimizer]
+    base = baseline if spec.name == "sgd" else spec.name.upper().replace("M-", "m-")
     extra = {**spec.options, **spec.fields}
     shown = [f"{key} {_write(value)}" for key, value in extra.items() if key not in STRENGTHS]
     return f"{base} ({', '.join(shown)})" if shown else base

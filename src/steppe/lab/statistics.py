@@ -90,14 +90,11 @@ def half_width(std: float, n: int, alpha: float = ALPHA) -> float:
 def paired_p(differences: Sequence[float]) -> float:
     """Two-sided p-value of the paired t-test against a mean of zero."""
     mean, std = mean_std(differences)
-    n = len(differences)
-    if n < 2:
-        return 1.0
-    if std == 0:
-        return 1.0 if mean == 0 else 0.0
+    if len(differences) < 2 or std == 0:
+        return 1.0 if len(differences) < 2 or mean == 0 else 0.0
     from scipy import stats
 
-    return float(2 * stats.t.sf(abs(mean) / (std / math.sqrt(n)), n - 1))
+    return float(stats.ttest_1samp(differences, 0).pvalue)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -106,10 +103,8 @@ def holm(ps: Sequence[float]) -> list[float]:
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
     """
-    order = sorted(range(len(ps)), key=lambda i: ps[i])
-    adjusted = [0.0] * len(ps)
-    largest = 0.0
-    for rank, i in enumerate(order):
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
         adjusted[i] = largest
     return adjusted
@@ -121,11 +116,8 @@ def holm_levels(ps: Sequence[float], alpha: float = ALPHA) -> list[float]:
     Row of rank i is tested at alpha / (m - i); the procedure ends at the first row it keeps, and
     all later rows share that row's level.
     """
-    order = sorted(range(len(ps)), key=lambda i: ps[i])
-    levels = [0.0] * len(ps)
-    level = alpha
-    stopped = False
-    for rank, i in enumerate(order):
+    levels, level, stopped = [0.0] * len(ps), alpha, False
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         if not stopped:
             level = alpha / (len(ps) - rank)
             stopped = ps[i] > level

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
 from typing import Any
 
 _outside: Callable[[], bool] | None = None
@@ -39,17 +38,12 @@ class StopSignal:
                 self._before[number] = signal.signal(number, self._notice)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def _notice(self, *_: object) -> None:
         if self._noticed:
             raise KeyboardInterrupt
         self._noticed = True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from steppe.lab.compression import CHANGES, RECALIBRATION, name_of
-from steppe.lab.sentences import interval_words, metric_digits
+from steppe.lab.sentences import interval_words, metric_digits, verdict_words
 from steppe.lab.specs import LARGE
 from steppe.lab.statistics import ENOUGH, Difference, compare_all, mean_std
 from steppe.lab.tables import Table, join_words, signed
@@ -27,7 +27,7 @@ class Cell:
     change: str
     statistics: str
     values: tuple[float, ...]
-    difference: Difference | None
+    difference: Difference | None = None
     """To the baseline after the same change; None for the baseline and the unchanged model."""
 
 
@@ -39,29 +39,27 @@ def survival_cells(comparison: Comparison) -> list[Cell]:
     runs = [result for row in comparison.rows for result in row.finished]
     if not runs or not all(result.compressed for result in runs):
         return []
-    kinds = [
-        (statistics, change)
-        for statistics in runs[0].compressed
-        for change in (UNCHANGED, *map(name_of, CHANGES))
-    ]
-    asked = [(r, *k) for k in kinds if k[1] != UNCHANGED for r in comparison.rows[1:]]
-    base = comparison.baseline
-    differences = compare_all(
-        [_paired(row, base, statistics, change) for row, statistics, change in asked],
-        higher_is_better=comparison.example.higher_is_better,
-    )
-    known = {(r.spec, s, c): d for (r, s, c), d in zip(asked, differences, strict=True)}
-    return [
-        Cell(
-            row,
-            change,
-            statistics,
-            tuple(_value(result, statistics, change) for result in row.finished),
-            known.get((row.spec, statistics, change)),
-        )
-        for statistics, change in kinds
-        for row in comparison.rows
-    ]
+
+    def value(result: Result) -> float:
+        return result.compressed[statistics][change][result.metric]
+
+    cells: list[Cell] = []
+    compared: list[int] = []
+    differences: list[list[float]] = []
+    for statistics in runs[0].compressed:
+        for change in (UNCHANGED, *map(name_of, CHANGES)):
+            for row in comparison.rows:
+                values = tuple(map(value, row.finished))
+                cells.append(Cell(row, change, statistics, values))
+                if change != UNCHANGED and row is not comparison.baseline:
+                    pairs = zip(row.results, comparison.baseline.results, strict=True)
+                    both = [(a, b) for a, b in pairs if a.status == b.status == "finished"]
+                    differences.append([value(a) - value(b) for a, b in both])
+                    compared.append(len(cells) - 1)
+    found = compare_all(differences, higher_is_better=comparison.example.higher_is_better)
+    for place, difference in zip(compared, found, strict=True):
+        cells[place] = replace(cells[place], difference=difference)
+    return cells
 
 
 def survival_table(comparison: Comparison) -> Table | None:
@@ -91,23 +89,29 @@ def survival_table(comparison: Comparison) -> Table | None:
 def survival_sentence(comparison: Comparison) -> str:
     """`After compression: at 3 bits RWP (+6.80) is better than SGD; …`; empty if not measured."""
     every = survival_cells(comparison)
-    cells = [cell for cell in every if cell.difference is not None]
+    cells = [(cell, cell.difference) for cell in every if cell.difference is not None]
     if not cells:
         return ""
-    n = min(cell.difference.n for cell in cells if cell.difference is not None)
+    n = min(difference.n for _, difference in cells)
     if n < ENOUGH:
         return f"After compression: too few seeds for a verdict ({n}; {ENOUGH} are needed)."
     base, digits = comparison.baseline.label, _digits(comparison)
-    several = len({cell.statistics for cell in cells}) > 1
+    ways = list(dict.fromkeys(cell.statistics for cell, _ in cells))
     parts = []
-    for statistics in dict.fromkeys(cell.statistics for cell in cells):
-        said = [
-            f"{_at(change)} {words}"
-            for change in map(name_of, CHANGES)
-            if (words := _found(cells, statistics, change, base, digits))
-        ]
-        way = f"BatchNorm {statistics}: " if several else ""
-        parts.append(way + ("; ".join(said) or _nothing(cells, statistics, base, digits)))
+    for way in ways:
+        here = [(cell, difference) for cell, difference in cells if cell.statistics == way]
+        said = []
+        for change in map(name_of, CHANGES):
+            rows = [(cell.row, difference) for cell, difference in here if cell.change == change]
+            if words := _found(rows, base, digits):
+                said.append(f"{_at(change)} {words}")
+        if not said:
+            least = max(difference.smallest for _, difference in here)
+            said = [
+                f"no significant difference to {base} "
+                f"(minimum detectable difference {least:.{digits}f})"
+            ]
+        parts.append((f"BatchNorm {way}: " if len(ways) > 1 else "") + "; ".join(said))
     unit = f", in {comparison.example.unit}" if comparison.example.unit else ""
     verdicts = f"After compression (test {comparison.example.metric}{unit}): {'. '.join(parts)}."
     return f"{verdicts} {_damage(every, comparison, digits)}"
@@ -127,27 +131,15 @@ def survival_columns(comparison: Comparison) -> tuple[tuple[str, ...], dict[str,
     return tuple(names), {spec: tuple(values) for spec, values in numbers.items()}
 
 
-def _found(cells: list[Cell], statistics: str, change: str, base: str, digits: int) -> str:
+def _found(rows: list[tuple[Row, Difference]], base: str, digits: int) -> str:
     """`RWP (+6.80) is better than SGD`; empty if nothing is significant there."""
-    here = [
-        (cell.row.label, cell.difference)
-        for cell in cells
-        if (cell.statistics, cell.change) == (statistics, change) and cell.difference is not None
-    ]
-    means = [difference.mean for _, difference in here]
-    said = []
-    for verdict in ("better", "worse"):
-        rows = [
-            f"{name} ({signed(difference.mean, digits)})"
-            for name, difference in here
-            if difference.verdict == verdict
-        ]
-        if len(rows) > 2 and len(rows) == len(here):
-            ends = [signed(end, digits) for end in (min(means), max(means))]
-            return f"all {len(rows)} methods are {verdict} than {base} ({ends[0]} to {ends[1]})"
-        if rows:
-            said.append(f"{join_words(rows)} {'is' if len(rows) == 1 else 'are'} {verdict}")
-    return f"{' and '.join(said)} than {base}" if said else ""
+    verdicts = {difference.verdict for _, difference in rows}
+    if len(rows) > 2 and verdicts in ({"better"}, {"worse"}):
+        means = [difference.mean for _, difference in rows]
+        ends = f"{signed(min(means), digits)} to {signed(max(means), digits)}"
+        return f"all {len(rows)} methods are {verdicts.pop()} than {base} ({ends})"
+    said = " and ".join(verdict_words(rows, digits))
+    return f"{said} than {base}" if said else ""
 
 
 def _damage(cells: list[Cell], comparison: Comparison, digits: int) -> str:
@@ -166,15 +158,6 @@ def _damage(cells: list[Cell], comparison: Comparison, digits: int) -> str:
     return f"The change itself moves each method's own {metric}, {_at(hardest)}, by {join_words(each)}."
 
 
-def _nothing(cells: list[Cell], statistics: str, base: str, digits: int) -> str:
-    least = max(
-        cell.difference.smallest
-        for cell in cells
-        if cell.statistics == statistics and cell.difference is not None
-    )
-    return f"no significant difference to {base} (minimum detectable difference {least:.{digits}f})"
-
-
 def _digits(comparison: Comparison) -> int:
     """One for metrics in per cent: a table of many cells has no room for more."""
     return 1 if comparison.example.unit else metric_digits(comparison)
@@ -190,18 +173,6 @@ def _words(cell: Cell, digits: int) -> str:
         return "diverged"
     mean = f"{mean_std(cell.values)[0]:.{digits}f}"
     return mean if cell.difference is None else f"{mean} {interval_words(cell.difference, digits)}"
-
-
-def _value(result: Result, statistics: str, change: str) -> float:
-    return result.compressed[statistics][change][result.metric]
-
-
-def _paired(row: Row, base: Row, statistics: str, change: str) -> list[float]:
-    return [
-        _value(a, statistics, change) - _value(b, statistics, change)
-        for a, b in zip(row.results, base.results, strict=True)
-        if a.status == b.status == "finished"
-    ]
 
 
 def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:

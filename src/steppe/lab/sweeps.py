@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,17 @@ from typing import Any, Literal
 
 from steppe.lab.coercion import literal
 from steppe.lab.config import Config, as_config
-from steppe.lab.engines import Engine, chosen
+from steppe.lab.engines import Engine, Job, chosen, run_all
 from steppe.lab.errors import LabError, unknown
-from steppe.lab.jobs import Job, run_all
 from steppe.lab.naming import shown_name
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Progress
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.specs import option_names, parse
-from steppe.lab.statistics import mean_std, mean_words
+from steppe.lab.statistics import mean_words
 from steppe.lab.tables import Format, Table
-from steppe.lab.tuning import RISES, better
+from steppe.lab.tuning import RISES, better, score
 
 Grid = Mapping[str, Sequence[object]]
 
@@ -65,22 +63,11 @@ class Sweep:
         """
         if self.split != "validation":
             raise LabError("a best point is chosen on validation data: sweep with validation=0.2.")
-        up = self.points[0].results[0].higher_is_better
-
-        def score(point: Point) -> float:
-            mean, _ = mean_std(point.scores(self.split))
-            if len(point.scores(self.split)) < len(point.results):
-                return -math.inf
-            return mean if up else -mean
-
         usual, *others = self.points
-        if usual.values or len(usual.results) < 2:
-            return max(self.points, key=score)
-        return max(
-            (point for point in others if better(point.results, usual.results)),
-            key=score,
-            default=usual,
-        )
+        candidates = self.points
+        if not usual.values and len(usual.results) > 1:
+            candidates = tuple(p for p in others if better(p.results, usual.results))
+        return max(candidates, key=lambda point: score(point.results), default=usual)
 
     def table(self, form: Format = "text", width: int | None = None) -> str:
         """One row per point; text in lines of at most `width`, if given."""

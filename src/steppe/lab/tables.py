@@ -77,7 +77,8 @@ class Table:
         words = {i: _is_words([row[i] for row in self.rows]) for i in columns}
         out = []
         for number, line in enumerate((self.header, *self.rows)):
-            cells = [_pad(line[i], sizes[i], left=words[i]) for i in columns]
+            spaces = {i: " " * (sizes[i] - cell_len(line[i])) for i in columns}
+            cells = [line[i] + spaces[i] if words[i] else spaces[i] + line[i] for i in columns]
             out.append("  ".join(cells).rstrip())
             if number == 0:
                 out.append("  ".join("─" * sizes[i] for i in columns))
@@ -156,8 +157,3 @@ def terminal_width() -> int:
 def _is_words(cells: list[str]) -> bool:
     """Whether a column holds words (`–` is nothing) rather than numbers."""
     return any(cell[:1].isalpha() for cell in cells)
-
-
-def _pad(text: str, width: int, *, left: bool) -> str:
-    space = " " * (width - cell_len(text))
-    return text + space if left else space + text

@@ -1,16 +1,21 @@
-"""Tasks: the loss to train on, the numbers to report, and which way is better."""
+"""Tasks: the loss to train on, the numbers to report and which way is better; and evaluation."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from steppe.analysis.calibration import calibration_error
+from steppe.lab.data import Split, sequential_order
 from steppe.lab.errors import LabError, explained, unknown
 from steppe.lab.naming import user_function
+
+EVAL_BATCH = 256
 
 Columns = Mapping[str, Tensor]
 """One number per sample under each name."""
@@ -123,3 +128,30 @@ def get(name: str) -> Task:
     if not isinstance(task, Task):
         raise LabError(f"{name} must return a steppe.lab.Task, got {type(task).__name__}.")
     return task
+
+
+def evaluate(
+    model: nn.Module, split: Split, task: Task, *, limit: int | None = None, workers: int = 0
+) -> dict[str, float]:
+    """The task's metrics, and `loss`, over a split (or `limit` samples spread evenly over it)."""
+    device = next(model.parameters()).device
+    order = sequential_order(len(split), EVAL_BATCH)
+    if limit is not None and limit < len(split):
+        order = list((torch.arange(limit) * len(split) // limit).split(EVAL_BATCH))
+    columns: dict[str, list[Tensor]] = defaultdict(list)
+    total, count = 0.0, 0
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for x, y in split.batches(order, augment_seed=None, workers=workers):
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                outputs = model(x)
+                total += float(task.loss(outputs, y)) * len(y)
+                count += len(y)
+                for name, values in task.measure(outputs, y).items():
+                    columns[name].append(values.detach().cpu())
+    finally:
+        model.train(training)
+    joined = {name: torch.cat(parts) for name, parts in columns.items()}
+    return {"loss": total / max(1, count), **task.summary(joined)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,7 @@ CHECK_EVERY = 50
 
 
 class NotANumberError(Exception):
-    """The loss of this step is not finite."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self.step = step
+    """The loss of the step that is its argument is not finite."""
 
 
 class Trainer:
@@ -67,8 +63,7 @@ class Trainer:
         if self.world.several:  # dropout should not repeat itself on the ranks
             torch.manual_seed(mix("dropout", config.seed, self.world.rank))
         self.step = 0
-        self.loss_sum, self.loss_count = 0.0, 0
-        self.last_loss = math.nan
+        self.loss_sum, self.loss_count, self.last_loss = 0.0, 0, math.nan
         self._pending: list[Tensor] = []
 
     def _share_of_work(self) -> tuple[range, Part]:
@@ -215,12 +210,9 @@ class Trainer:
     def _load_random(self, state: dict[str, Any]) -> None:
         """This rank's own random state, where as many ranks resume as stopped."""
         random = state.get("random_ranks", [(state["random"], state["random_cuda"])])
-        if len(random) != self.world.size:
-            logger.warning(
-                "this run was saved on %d ranks and resumes on %d: it will not be bit-identical",
-                len(random),
-                self.world.size,
-            )
+        if len(random) != (size := self.world.size):
+            text = "this run was saved on %d ranks and resumes on %d: it will not be bit-identical"
+            logger.warning(text, len(random), size)
             return
         cpu, cuda = random[self.world.rank]
         torch.set_rng_state(cpu)
@@ -289,12 +281,11 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise LabError("the model has no parameters that train.")
+    shared: Any = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        return torch.optim.SGD(parameters, momentum=config.momentum, **shared)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return kind(parameters, **shared)
 
 
 def attach(
@@ -302,11 +293,15 @@ def attach(
 ) -> steppe.Perturber:
     """steppe on this model; errors of the user's settings as such."""
     several = isinstance(model, DistributedDataParallel) and len(method.passes) > 1
-    in_turn: Literal["microbatches"] | None = None
-    if several and not lies_over_ranks(method):
-        in_turn = "microbatches"
+    in_turn = several and not lies_over_ranks(method)
     try:
-        return steppe.attach(model, optimizer, method, seed=config.seed, passes_over=in_turn)
+        return steppe.attach(
+            model,
+            optimizer,
+            method,
+            seed=config.seed,
+            passes_over="microbatches" if in_turn else None,
+        )
     except ValueError as error:
         raise LabError(f"method {config.method}: {error}") from error
     except RuntimeError as error:

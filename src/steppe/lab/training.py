@@ -59,11 +59,17 @@ def run_settled(
     """`run_config` of a config that is settled, perhaps by another machine."""
     if store is None:
         return _attempt(config, sources, None, listener)
-    result = find_result(config, store)
-    if result is not None:
+    if (result := find_result(config, store)) is not None:
         return result
+
+    def held() -> Run:
+        """The run's folder, found or new, which no other process has until the stack is left."""
+        run = Store(Path(store)).find(config) or Store(Path(store)).place(config)
+        stack.enter_context(locked(run))
+        return run
+
     with ExitStack() as stack:
-        run = world().from_first(lambda: _held(config, Path(store), stack))
+        run = world().from_first(held)
         return _attempt(config, sources, run if world().leads else None, listener)
 
 
@@ -75,13 +81,6 @@ def find_result(config: Config, store: str | Path) -> Result | None:
         return stored(found) if found else None
 
     return world().from_first(look)
-
-
-def _held(config: Config, store: Path, stack: ExitStack) -> Run:
-    """The run's folder, found or new, which no other process has until the stack is left."""
-    run = Store(store).find(config) or Store(store).place(config)
-    stack.enter_context(locked(run))
-    return run
 
 
 def settled(config: Config, sources: Sources, *, device: str | None = None) -> Config:

@@ -13,7 +13,7 @@ from steppe.lab.specs import Spec, option_names
 from steppe.lab.statistics import mean_std
 
 if TYPE_CHECKING:
-    from steppe.lab.jobs import Job
+    from steppe.lab.engines import Job
     from steppe.lab.results import Result
 
     Run = Callable[[Sequence[Job], str], list[Result]]
@@ -98,7 +98,7 @@ class _Search:
         return self.spec.with_options(**{self.knob: value})
 
     def choice(self, found: Mapping[float | None, Sequence[Result]], how: Tune) -> Choice:
-        scores = {value: _score(runs) for value, runs in found.items() if value is not None}
+        scores = _scores(found)
         trials = sum(map(len, found.values()))
         if not how.keep:
             return Choice(self.trial(_best(scores)), scores, trials)
@@ -110,27 +110,26 @@ class _Search:
 
 def tune_all(specs: Sequence[Spec], config: Config, how: Tune, run: Run) -> list[Choice]:
     """The choice for each spec; test data plays no part. `run` gives the results of trials."""
+    from steppe.lab.engines import Job
+
     config = config.replace(
         validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
     )
-    from steppe.lab.jobs import Job
-
     searches = [_search(spec, config, how) for spec in specs]
-    grids: list[list[float | None]] = [_values(search, how) for search in searches]
     found: list[dict[float | None, list[Result]]] = [{} for _ in specs]
     for title in ("tuning", "tuning, edges")[: 1 + how.extend]:
         jobs, places = [], []
-        for i, search in enumerate(searches):
-            for value in grids[i]:
-                assert search is not None  # no search, no grid
+        for search, runs in zip(searches, found, strict=True):
+            if search is None:
+                continue
+            for value in _values(search, runs, how):
+                words = "as it is" if value is None else f"{search.knob} {value:g}"
                 for seed in range(FIRST_SEED, FIRST_SEED + how.seeds):
                     trial = search.trial(value).apply(config.replace(seed=seed))
-                    words = "as it is" if value is None else f"{search.knob} {value:g}"
                     jobs.append(Job(f"{search.spec.name} {words} seed {seed}", trial))
-                    places.append((i, value))
-        for (i, value), result in zip(places, run(jobs, title), strict=True):
-            found[i].setdefault(value, []).append(result)
-        grids = [_edges(search, runs) for search, runs in zip(searches, found, strict=True)]
+                    places.append((runs, value))
+        for (runs, value), result in zip(places, run(jobs, title), strict=True):
+            runs.setdefault(value, []).append(result)
     return [
         search.choice(runs, how) if search else Choice(spec)
         for spec, search, runs in zip(specs, searches, found, strict=True)
@@ -139,12 +138,10 @@ def tune_all(specs: Sequence[Spec], config: Config, how: Tune, run: Run) -> list
 
 def _search(spec: Spec, config: Config, how: Tune) -> _Search | None:
     """A rise where the method has one and no fixed strength is given; else multiples of what it has."""
-    given = spec.strength
-    if "rise" in option_names(spec.name) and (given is None or given[0] == "rise"):
-        own = given or spec.full_strength
-        usual = own[1] if own and own[0] == "rise" else None
+    knob = spec.full_strength
+    if "rise" in option_names(spec.name) and (not spec.strength or spec.strength[0] == "rise"):
+        usual = knob[1] if knob and knob[0] == "rise" else None
         return _Search(spec, "rise", how.rises, usual, extends=False)
-    knob = given or spec.full_strength
     if knob is None or knob[1] <= 0:
         decay = float(spec.fields.get("weight_decay", config.weight_decay))
         if not how.baseline or decay <= 0:
@@ -154,19 +151,14 @@ def _search(spec: Spec, config: Config, how: Tune) -> _Search | None:
     return _Search(spec, knob[0], grid, knob[1], extends=True)
 
 
-def _values(search: _Search | None, how: Tune) -> list[float | None]:
-    if search is None:
-        return []
+def _values(
+    search: _Search, found: Mapping[float | None, Sequence[Result]], how: Tune
+) -> Sequence[float | None]:
+    """The values to try: the grid, and after it what lies beyond its edge."""
+    if found:
+        return _beyond(_scores(found)) if search.extends else ()
     extra = [search.usual] if how.keep and search.usual not in search.grid else []
     return [*search.grid, *extra]
-
-
-def _edges(
-    search: _Search | None, found: Mapping[float | None, Sequence[Result]]
-) -> list[float | None]:
-    if search is None or not search.extends:
-        return []
-    return list(_beyond({v: _score(runs) for v, runs in found.items() if v is not None}))
 
 
 def better(new: Sequence[Result], old: Sequence[Result]) -> bool:
@@ -180,12 +172,16 @@ def better(new: Sequence[Result], old: Sequence[Result]) -> bool:
     return len(gains) > 1 and mean > std / math.sqrt(len(gains))
 
 
-def _score(runs: Sequence[Result]) -> float:
-    """Higher is better; a run that diverged makes its value the worst."""
+def score(runs: Sequence[Result], split: str = "validation") -> float:
+    """The mean metric, negated where lower is better; a run that diverged makes it the worst."""
     if any(run.status == "diverged" for run in runs):
         return -math.inf
-    mean = math.fsum(run.score("validation") for run in runs) / len(runs)
+    mean = math.fsum(run.score(split) for run in runs) / len(runs)
     return mean if runs[0].higher_is_better else -mean
+
+
+def _scores(found: Mapping[float | None, Sequence[Result]]) -> dict[float, float]:
+    return {value: score(runs) for value, runs in found.items() if value is not None}
 
 
 def _best(scores: Mapping[float, float]) -> float:

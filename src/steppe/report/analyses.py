@@ -22,9 +22,8 @@ from steppe.analysis import Problem, Result
 from steppe.analysis.problem import BatchNormMode
 from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
-from steppe.lab.problems import Sources
+from steppe.lab.problems import Sources, device, load_trained
 from steppe.lab.runs import Run
-from steppe.lab.trained import device, load_trained
 from steppe.report.charts import shown_within
 
 FOLDER = "analysis"

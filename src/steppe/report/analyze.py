@@ -249,7 +249,7 @@ class RobustnessOf(Analysis):
     name: ClassVar[str] = "robustness"
 
     def arguments(self, run: Run) -> dict[str, Any]:
-        from steppe.lab.trained import load_trained, training_batches
+        from steppe.lab.problems import load_trained, training_batches
 
         batches = training_batches(load_trained(run), run.config, self.recalibration_samples)
         return {"recalibrate": batches, **self.options()}

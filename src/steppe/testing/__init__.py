@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steppe.methods import Method, Pass
+from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturbations import Gradients, Perturbation, State
 from steppe.testing.loop import Loop, Twice
@@ -218,12 +218,11 @@ class Still(Perturbation):
 
 
 def _stilled(method: Method) -> Method:
-    return replace(method, passes=tuple(_still(p) for p in method.passes))
-
-
-def _still(planned: Pass) -> Pass:
-    noise = planned.perturbation
-    return planned if noise is None else replace(planned, perturbation=Still(noise))
+    passes = [
+        replace(each, perturbation=each.perturbation and Still(each.perturbation))
+        for each in method.passes
+    ]
+    return replace(method, passes=tuple(passes))
 
 
 def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:

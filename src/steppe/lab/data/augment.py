@@ -1,18 +1,67 @@
-"""Augmentations of a whole batch of images at once, and their names."""
+"""From stored bytes to a model's input: augmentations and normalisation, a whole batch at once."""
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from steppe.lab.data.pipeline import Augmentation
+from steppe.lab.data.order import generator
 from steppe.lab.data.randaugment import RandAugment
 from steppe.lab.naming import unknown
+
+
+class Augmentation(Protocol):
+    """A random change of a batch of images, with every draw taken from the given generator.
+
+    The batch is the pipeline's own copy: it may be changed in place.
+    """
+
+    @property
+    def after_normalisation(self) -> bool:
+        """Whether it works on the normalised floats instead of the bytes."""
+
+    def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Augment (in training), scale bytes to [0, 1], subtract `mean`, divide by `std`.
+
+    Inputs that are not bytes are only cast to float32: their scale is the user's business.
+    """
+
+    augmentations: tuple[Augmentation, ...] = ()
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __call__(self, batch: Tensor, seed: int | None) -> Tensor:
+        """The model's input for a batch; `seed` is None in evaluation."""
+        return self.finish(self.augment(batch, seed), seed)
+
+    def augment(self, batch: Tensor, seed: int | None, *, after: bool = False) -> Tensor:
+        """The part that works on bytes, or `after` normalisation."""
+        chosen = [a for a in self.augmentations if a.after_normalisation is after]
+        if seed is None or not chosen:
+            return batch
+        draws = generator("floats" if after else "bytes", seed)
+        for augmentation in chosen:
+            batch = augmentation(batch, draws)
+        return batch
+
+    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
+        """The part that gives floats: (x / 255 - mean) / std of bytes, and what comes after it."""
+        floats = batch.to(torch.float32)
+        if batch.dtype == torch.uint8:
+            shape = (1, -1) + (1,) * (batch.dim() - 2)
+            std = torch.tensor(self.std).view(shape)
+            shift = torch.tensor(self.mean).view(shape) / std
+            floats = floats.mul_(1 / (255 * std)).sub_(shift)
+        return self.augment(floats, seed, after=True)
 
 
 def check_probability(name: str, value: float) -> None:
@@ -82,17 +131,15 @@ class Cutout:
         n, _, height, width = images.shape
         size = min(height, width) // 2 if self.size is None else self.size
         chosen = torch.rand(n, 1, generator=draws) < self.probability
-        first_row = torch.randint(0, height, (n, 1), generator=draws) - size // 2
-        first_column = torch.randint(0, width, (n, 1), generator=draws) - size // 2
-        rows = _within(torch.arange(height), first_row, size) & chosen
-        columns = _within(torch.arange(width), first_column, size)
+        # How far each row and column is from the first that is covered.
+        rows, columns = (
+            torch.arange(side) - (torch.randint(0, side, (n, 1), generator=draws) - size // 2)
+            for side in (height, width)
+        )
+        covered = [(places >= 0) & (places < size) for places in (rows, columns)]
         # Times 0 or 1: faster than masked_fill, whose broadcast mask is walked one value at a time.
-        keep = (~(rows.unsqueeze(2) & columns.unsqueeze(1))).to(images.dtype)
-        return images.mul_(keep.unsqueeze(1))
-
-
-def _within(places: Tensor, first: Tensor, size: int) -> Tensor:
-    return (places >= first) & (places < first + size)
+        square = (covered[0] & chosen).unsqueeze(2) & covered[1].unsqueeze(1)
+        return images.mul_((~square).to(images.dtype).unsqueeze(1))
 
 
 AUGMENTATIONS: dict[str, type[Flip | Crop | Cutout | RandAugment]] = {
@@ -106,9 +153,8 @@ AUGMENTATIONS: dict[str, type[Flip | Crop | Cutout | RandAugment]] = {
 def parse(text: str) -> Augmentation:
     """The augmentation that a text names, with its options behind a colon.
 
-    Examples:
-        >>> parse("cutout:size=8,probability=1")
-        Cutout(size=8, probability=1)
+    >>> parse("cutout:size=8,probability=1")
+    Cutout(size=8, probability=1)
     """
     name, _, rest = text.partition(":")
     if name not in AUGMENTATIONS:

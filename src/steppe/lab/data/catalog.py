@@ -1,27 +1,34 @@
-"""The catalogue: published data sets, where they lie, how to fetch and verify them."""
+"""The catalogue: published data sets, where they lie, how to fetch, read and verify them."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import os
+import tarfile
 import tempfile
+import urllib.error
+import urllib.request
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 
-from steppe.lab.data.built_in import BUILT_IN
-from steppe.lab.data.cifar import cifar
-from steppe.lab.data.decode import opened
-from steppe.lab.data.download import Progress, download, move_in, unpack
-from steppe.lab.data.fashion import fashion_mnist
-from steppe.lab.data.folder import FolderSplit, folder
-from steppe.lab.data.mnist import mnist
+from steppe.lab.data.folder import FolderSplit, folder, opened
+from steppe.lab.data.readers import BUILT_IN, cifar, fashion_mnist, mnist
 from steppe.lab.data.split import Data, MemorySplit
-from steppe.lab.data.store import Place, default_root
 from steppe.lab.naming import unknown
+
+Progress = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all if known
+CHUNK = 1 << 18
+TIMEOUT = 30.0
+CIFAR_URL = "https://www.cs.toronto.edu/~kriz"
+DAMAGED = (EOFError, zlib.error, tarfile.TarError, gzip.BadGzipFile)
 
 
 @dataclass(frozen=True)
@@ -44,21 +51,21 @@ class Published:
 
 CATALOGUE = {
     "cifar10": Published(
-        folder="cifar-10-batches-py",
-        url="https://www.cs.toronto.edu/~kriz",
-        files={"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
+        "cifar-10-batches-py",
+        CIFAR_URL,
+        {"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
         content="32e5966899bde482c0ef7d076bf69809b4b1488c806f657a814cfca4646ec493",
     ),
     "cifar100": Published(
-        folder="cifar-100-python",
-        url="https://www.cs.toronto.edu/~kriz",
-        files={"cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85"},
+        "cifar-100-python",
+        CIFAR_URL,
+        {"cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85"},
         content="b41e29387b788506ced6a48cea527c65d6387e1598add60c84d6995abf0b21fa",
     ),
     "fashion-mnist": Published(
-        folder="fashion-mnist",
-        url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-        files={
+        "fashion-mnist",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        {
             "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
             "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
             "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
@@ -78,39 +85,64 @@ CATALOGUE = {
 IMAGENET_FOLDER = "imagenet"
 
 
+def default_root() -> Path:
+    """`$STEPPE_DATA`, or ~/.cache/steppe."""
+    return Path(os.environ.get("STEPPE_DATA") or Path.home() / ".cache" / "steppe").expanduser()
+
+
 @dataclass(frozen=True)
-class Found:
+class Place:
+    """Where a data set's files are: in a folder, or still in their archive."""
+
+    path: Path
+    folder: str = ""
+
+    def read(self, *names: str) -> list[bytes]:
+        """The contents of some of its files, unpacked if they are gzipped."""
+        found = self._from_archive(names) if self.path.is_file() else map(self._file, names)
+        return list(found)
+
+    def _file(self, name: str) -> bytes:
+        file, zipped = self.path / name, self.path / f"{name}.gz"
+        if file.is_file():
+            return file.read_bytes()
+        if not zipped.is_file():
+            raise FileNotFoundError(f"{self.path} has no file {name}. Is the data set complete?")
+        try:
+            return gzip.decompress(zipped.read_bytes())
+        except DAMAGED as error:
+            raise ValueError(f"{zipped} is damaged ({error}). Fetch it again.") from error
+
+    def _from_archive(self, names: tuple[str, ...]) -> list[bytes]:
+        found: dict[str, bytes] = {}
+        try:
+            with tarfile.open(self.path) as archive:
+                for member in archive:  # one pass: going back would unpack from the start again
+                    file = archive.extractfile(member)
+                    name = member.name.removeprefix(f"{self.folder}/")
+                    if name in names and file is not None:
+                        found[name] = file.read()
+        except DAMAGED as error:
+            raise ValueError(f"{self.path} is damaged ({error}). Fetch it again.") from error
+        for name in names:
+            if name not in found:
+                raise FileNotFoundError(f"{self.path} has no file {self.folder}/{name}.")
+        return [found[name] for name in names]
+
+
+class Found(NamedTuple):
     """A data set that can be loaded, and where it is."""
 
     name: str
     where: str
 
 
-def find(name: str, root: Path | None = None) -> Place | None:
+def find(name: str, root: Path) -> Place | None:
     """Where a published data set lies: in the data folder, unpacked or not, or elsewhere."""
-    root, published = root or default_root(), CATALOGUE[name]
-    candidates = [root / published.folder]
-    if published.archive:
-        candidates.append(root / published.archive)
-    candidates += [Path(path) for path in published.elsewhere]
-    for path in candidates:
-        if path.exists():
-            return Place(path, published.folder)
-    return None
-
-
-def place_of(name: str, root: Path | None = None) -> Place:
-    """Where a published data set lies, or an error that says how to get it."""
-    place = find(name, root)
-    if place is None:
-        published = CATALOGUE[name]
-        expected = " or ".join(filter(None, (published.folder, published.archive)))
-        how = published.by_hand or f"Get it with `steppe data fetch {name}`"
-        raise FileNotFoundError(
-            f"{name} is not in {root or default_root()} (looked for {expected}). "
-            f"{how}, or name the folder it is in."
-        )
-    return place
+    published = CATALOGUE[name]
+    below = [root / part for part in (published.folder, published.archive) if part]
+    paths = [*below, *map(Path, published.elsewhere)]
+    return next((Place(path, published.folder) for path in paths if path.exists()), None)
 
 
 def available(root: Path | None = None) -> list[Found]:
@@ -142,27 +174,86 @@ def fetch(
         raise ValueError(f"{name} has no address to fetch it from. {published.by_hand}.")
     root.mkdir(parents=True, exist_ok=True)
     # Beside the final place, so that a rename finishes the work at once.
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as folder:
-        work, files = Path(folder), Path(folder, "files")
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as work:
+        files = Path(work, "files")
         files.mkdir()
         for file, md5 in published.files.items():
             address = f"{(url or published.url).rstrip('/')}/{file}"
-            download(address, files / file, md5=md5, progress=progress)
+            _download(address, files / file, md5, progress)
         if published.archive:
-            unpack(files / published.archive, work)
-            files = work / published.folder
+            unpack(files / published.archive, Path(work))
+            files = Path(work, published.folder)
             if not files.is_dir():
                 raise ValueError(
                     f"{published.archive} does not hold the folder {published.folder}."
                 )
-        move_in(files, target)
+        try:
+            files.rename(target)
+        except OSError:  # another process may have put it there first
+            if not target.is_dir():
+                raise
     return target
+
+
+def _download(url: str, file: Path, md5: str, progress: Progress | None) -> None:
+    """Write the content of `url` to `file`; raise unless it is complete and has this checksum."""
+    digest, done = hashlib.md5(usedforsecurity=False), 0
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, file.open("wb") as out:
+            length = answer.headers.get("Content-Length")
+            total = int(length) if length else None
+            while chunk := answer.read(CHUNK):
+                out.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                if progress:
+                    progress(file.name, done, total)
+    except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
+        raise ConnectionError(
+            f"{url} could not be downloaded ({error}). Try again, or fetch it from a mirror "
+            "with url=…, or put the file into the data folder by hand."
+        ) from error
+    if total is not None and done != total:
+        raise ConnectionError(f"{url} broke off after {done} of {total} bytes. Try again.")
+    if digest.hexdigest() != md5:
+        raise ValueError(
+            f"{url} is not the published file: its md5 is {digest.hexdigest()}, expected {md5}. "
+            "Nothing was kept."
+        )
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Write an archive's files and folders under `target`; links, devices and paths that leave
+    it are refused before anything is written."""
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            path = PurePosixPath(member.name)
+            if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                raise ValueError(
+                    f"{archive.name} holds {member.name!r}, which is no plain file inside its "
+                    "folder. Nothing was unpacked: do not trust this archive."
+                )
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        tar.extractall(target)
 
 
 def reader(name: str) -> Callable[..., Data]:
     """What reads a data set of the catalogue from its place."""
     own = {"fashion-mnist": fashion_mnist, "mnist": mnist}
     return own.get(name) or partial(cifar, name)
+
+
+def read(name: str, root: Path | None = None, **options: Any) -> tuple[Data, Path]:
+    """A published data set and where it lies, or an error that says how to get it."""
+    root, published = root or default_root(), CATALOGUE[name]
+    place = find(name, root)
+    if place is None:
+        expected = " or ".join(filter(None, (published.folder, published.archive)))
+        how = published.by_hand or f"Get it with `steppe data fetch {name}`"
+        raise FileNotFoundError(
+            f"{name} is not in {root} (looked for {expected}). {how}, or name the folder it is in."
+        )
+    return reader(name)(place, **options), place.path
 
 
 def verify(name: str, root: Path | None = None) -> str:
@@ -176,41 +267,34 @@ def verify(name: str, root: Path | None = None) -> str:
     if Path(name).expanduser().is_dir():
         name = f"folder:{name}"
     if name == "imagenet" or name.startswith("folder:"):
-        return _verify_folder(name, root)
+        data = folder_data(name, root)
+        for split in (data.train, data.test):
+            assert isinstance(split, FolderSplit)
+            for file in split.files:
+                opened(file)
+        counts = f"{len(data.train):,} + {len(data.test):,} images in {data.classes} classes"
+        return f"{name}: {counts}, every one opens."
     if name not in CATALOGUE:
         known = (*BUILT_IN, *CATALOGUE, "imagenet", "folder:PATH")
         raise unknown("data set to verify", name, known)
-    place = place_of(name, root)
-    data = reader(name)(place)
-    content = content_digest(data)
-    if content != CATALOGUE[name].content:
+    data, path = read(name, root)
+    content, expected = content_digest(data), CATALOGUE[name].content
+    if content != expected:
         raise ValueError(
-            f"{name} in {place.path} is not the published data set: its content's sha256 is "
-            f"{content}, expected {CATALOGUE[name].content}. Remove it and fetch it again."
+            f"{name} in {path} is not the published data set: its content's sha256 is "
+            f"{content}, expected {expected}. Remove it and fetch it again."
         )
-    return f"{name}: {len(data.train):,} + {len(data.test):,} images in {place.path}, as published."
+    return f"{name}: {len(data.train):,} + {len(data.test):,} images in {path}, as published."
 
 
 def content_digest(data: Data) -> str:
     """sha256 over the images and labels of both splits."""
     digest = hashlib.sha256()
     for split in (data.train, data.test):
-        if not isinstance(split, MemorySplit):
-            raise TypeError(f"{data.name} is not held in memory.")
+        assert isinstance(split, MemorySplit)
         digest.update(split.inputs.contiguous().numpy().data)
         digest.update(split.labels.to(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _verify_folder(name: str, root: Path | None) -> str:
-    data = folder_data(name, root)
-    counts = []
-    for split in (data.train, data.test):
-        if isinstance(split, FolderSplit):
-            for file in split.files:
-                opened(file)
-        counts.append(f"{len(split):,}")
-    return f"{name}: {' + '.join(counts)} images in {data.classes} classes, every one opens."
 
 
 def folder_data(name: str, root: Path | None = None, **options: Any) -> Data:

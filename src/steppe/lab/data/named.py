@@ -1,7 +1,12 @@
-"""Data sets by name, prepared for an experiment."""
+"""What the text behind `--data` names (a data set, a folder, a file or a function), prepared for
+an experiment."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,16 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from steppe.lab.data.built_in import BUILT_IN
-from steppe.lab.data.catalog import CATALOGUE, folder_data, place_of, reader
+from steppe.lab.data.catalog import CATALOGUE, folder_data, read, reader
 from steppe.lab.data.folder import folder
-from steppe.lab.data.located import is_table, located, not_found
+from steppe.lab.data.order import held_out, noisy, stratified
+from steppe.lab.data.readers import BUILT_IN
 from steppe.lab.data.split import Data
-from steppe.lab.data.subset import held_out, noisy, stratified
-from steppe.lab.data.table import table
-from steppe.lab.data.user import from_function
-from steppe.lab.naming import check_options, names_function, user_function
+from steppe.lab.data.table import SUFFIXES, table
+from steppe.lab.data.user import as_data
+from steppe.lab.naming import check_options, names_function, unknown, user_function
 
+FOLDER = "folder:"
 CIFAR_AUGMENT = ("flip", "crop", "cutout")
 FOLDER_AUGMENT = ("resized-crop", "flip")
 AUGMENT = {  # where nothing is said; digits and the user's own data are left as they are
@@ -28,6 +33,81 @@ AUGMENT = {  # where nothing is said; digits and the user's own data are left as
     "fashion-mnist": ("flip", "crop"),
     "imagenet": FOLDER_AUGMENT,
 }
+
+
+def names() -> list[str]:
+    """The data sets known by name; besides them folders, CSV files and module:function."""
+    return [*BUILT_IN, *CATALOGUE, "imagenet"]
+
+
+def located(name: str) -> str:
+    """The same with paths made absolute: `folder:/path` for a folder, the path of a table.
+
+    A run then means the same wherever a command is started.
+    """
+    if name in names():
+        return name
+    path = Path(name.removeprefix(FOLDER)).expanduser().resolve()
+    if name.startswith(FOLDER) or (path.is_dir() and not is_table(name)):
+        return FOLDER + str(path)
+    return str(path) if is_table(name) else name
+
+
+def is_table(name: str) -> bool:
+    """Whether this is the path of a CSV file."""
+    return name not in names() and name.lower().endswith(SUFFIXES) and not names_function(name)
+
+
+def content_fingerprint(name: str) -> str:
+    """A digest of a table's content, or of the names and sizes of a folder's files; else nothing."""
+    if name.startswith(FOLDER):
+        return _folder_fingerprint(name.removeprefix(FOLDER))
+    if is_table(name) and Path(name).is_file():
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]
+    return ""
+
+
+@functools.cache  # ImageNet has 1.28 million files, and every run of a comparison asks
+def _folder_fingerprint(path: str) -> str:
+    digest = hashlib.sha256()
+    for place, folders, files in os.walk(path):
+        folders.sort()
+        for file in sorted(files):
+            whole = Path(place, file)
+            digest.update(f"{whole.relative_to(path)} {whole.stat().st_size}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def not_found(name: str) -> ValueError:
+    """The error for a name behind which there is nothing, with what exists nearby."""
+    path = Path(name.removeprefix(FOLDER)).expanduser()
+    if path.is_file():
+        return ValueError(
+            f"{name} is neither a folder nor a table: a table's name ends in {' or '.join(SUFFIXES)}."
+        )
+    looks_like_path = name.startswith((FOLDER, ".", "~")) or os.sep in name or is_table(name)
+    if looks_like_path:
+        parent = path.parent if path.parent.is_dir() else Path.cwd()
+        there = _candidates(parent)
+        near = difflib.get_close_matches(path.name, there, n=2, cutoff=0.5)
+        guess = f" Did you mean {' or '.join(str(parent / n) for n in near)}?" if near else ""
+        listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
+        return ValueError(
+            f"there is no folder or file {path}.{guess} In {parent} there are "
+            f"{listed or 'no folders and no tables'}."
+        )
+    others = ("FOLDER", "FILE.csv", "module:function")
+    return unknown("data set", name, [*names(), *_candidates(Path.cwd()), *others])
+
+
+def _candidates(folder: Path) -> list[str]:
+    """Folders and tables in a folder."""
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if not entry.name.startswith((".", "__"))
+        and (entry.is_dir() or entry.name.lower().endswith(SUFFIXES))
+    )
 
 
 def load(
@@ -41,10 +121,8 @@ def load(
     validation: float = 0.0,
     **options: Any,
 ) -> Data:
-    """The data set of this name or path, prepared for an experiment.
-
-    `name` is one of `names()`, a folder of class folders, a CSV file (with `target=COLUMN`), or
-    module:function.
+    """The data set behind `name`: one of `names()`, a folder of class folders, a CSV file (with
+    `target=COLUMN`), or module:function.
 
     `train_size` keeps a stratified subset, `label_noise` replaces that fraction of the training
     labels, `validation` splits a fraction off the training data (with its noisy labels); all
@@ -52,10 +130,9 @@ def load(
     the augmentations of training batches (None: the usual ones of the data set, (): none).
     Other options are the data set's own.
 
-    Examples:
-        >>> data = load("digits", label_noise=0.2)
-        >>> len(data.train), len(data.test), data.note
-        (400, 1397, '400 training images of 1797, the rest test; 20% of the training labels replaced at random')
+    >>> data = load("digits", label_noise=0.2)
+    >>> len(data.train), len(data.test), data.note
+    (400, 1397, '400 training images of 1797, the rest test; 20% of the training labels replaced at random')
     """
     name = located(name)
     if name in BUILT_IN:
@@ -64,7 +141,7 @@ def load(
     else:
         data = raw(name, root, seed, options)
     data = prepared(data, train_size, label_noise, validation, seed=seed)
-    usual = FOLDER_AUGMENT if name.startswith("folder:") else AUGMENT.get(name, ())
+    usual = FOLDER_AUGMENT if name.startswith(FOLDER) else AUGMENT.get(name, ())
     chosen = usual if augment is None else tuple(augment)
     if augment is None and not usual:
         return data  # a Data of the user's may bring its own augmentations
@@ -73,9 +150,9 @@ def load(
 
 def raw(name: str, root: Path | None, seed: int, options: Mapping[str, Any]) -> Data:
     """The data set as its source has it."""
-    if name == "imagenet" or name.startswith("folder:"):
+    if name == "imagenet" or name.startswith(FOLDER):
         check_options(name, partial(folder, name=name, seed=seed), options)
-        if name != "imagenet" and not Path(name.removeprefix("folder:")).is_dir():
+        if name != "imagenet" and not Path(name.removeprefix(FOLDER)).is_dir():
             raise not_found(name)
         return folder_data(name, root, seed=seed, **options)
     if is_table(name):
@@ -86,10 +163,14 @@ def raw(name: str, root: Path | None, seed: int, options: Mapping[str, Any]) -> 
     if name in CATALOGUE:
         # Options are checked first: a typing error need not wait for a file.
         check_options(name, reader(name), options)
-        return reader(name)(place_of(name, root), **options)
-    if names_function(name):
-        return from_function(name, user_function(name), dict(options))
-    raise not_found(name)
+        return read(name, root, **options)[0]
+    if not names_function(name):
+        raise not_found(name)
+    made = user_function(name)(**options)
+    try:
+        return as_data(made, name)
+    except TypeError as error:
+        raise TypeError(f"{name} must return data that the lab can use: {error}") from error
 
 
 def known_targets(data: Data, purpose: str) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
-
-from steppe.lab.data.decode import pillow
 
 LEVELS = 30  # magnitudes are on a scale of 0 to 30
 BLENDS = {
@@ -41,23 +41,20 @@ class RandAugment:
             raise ValueError(f"randaugment: magnitude must be 0 to {LEVELS}, got {self.magnitude}.")
 
     def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor:
-        import numpy as np
-
         arrays = images.movedim(1, 3).contiguous()
         last = 3 if images.shape[1] == 1 else 4  # Pillow's grey images have no channel axis
-        pictures = [pillow().fromarray(a) for a in arrays.flatten(last - 1).numpy()]
+        pictures = [Image.fromarray(a) for a in arrays.flatten(last - 1).numpy()]
         for _ in range(self.count):
             chosen = torch.randint(len(OPERATIONS), (len(images),), generator=draws)
             sign = 1 - 2 * torch.randint(2, (len(images),), generator=draws)
             plan = zip(pictures, chosen.tolist(), sign.tolist(), strict=True)
             pictures = [apply(OPERATIONS[k], p, self.magnitude / LEVELS, way) for p, k, way in plan]
-        return torch.from_numpy(np.stack(pictures)).view_as(arrays).movedim(3, 1).contiguous()
+        changed = torch.from_numpy(np.stack([np.asarray(p) for p in pictures]))
+        return changed.view_as(arrays).movedim(3, 1).contiguous()
 
 
 def apply(name: str, image: Any, strength: float, way: int) -> Any:
     """An image after one named operation at a strength in [0, 1], in the direction 1 or -1."""
-    from PIL import Image, ImageEnhance, ImageOps
-
     far = strength * way
     if name == "identity":
         return image

@@ -9,16 +9,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from steppe.lab.data.augment import parse
-from steppe.lab.data.pipeline import Pipeline
-from steppe.lab.data.workers import batch_tasks, run_tasks
+from steppe.lab.data.augment import Pipeline, parse
+from steppe.lab.data.order import mix
+
+Task = tuple[Tensor, int | None]  # which samples, and the seed of their augmentation
 
 
 class Split(ABC):
     """Samples with targets, drawn as batches in an order that the caller gives."""
 
     labels: Tensor | None
+    slow_to_load: ClassVar[bool] = True
 
     @property
     def targets(self) -> Tensor | None:
@@ -48,8 +51,6 @@ class Split(ABC):
         """What is left to do in the training process: nothing, unless a split says so."""
         return batch
 
-    slow_to_load: ClassVar[bool] = True
-
     def batches(
         self,
         order: Sequence[Tensor],
@@ -64,10 +65,43 @@ class Split(ABC):
         (augment_seed, position in order): a run resumed at `start=k` sees the same bits. The
         global random state is left alone. `workers` processes load ahead where loading takes time.
         """
+        tasks = [
+            (order[place], None if augment_seed is None else mix(augment_seed, place))
+            for place in range(start, len(order))
+        ]
         workers = workers if self.slow_to_load else 0
-        tasks = batch_tasks(order, augment_seed=augment_seed, start=start)
-        for (x, y), (_, seed) in zip(run_tasks(self, tasks, workers), tasks, strict=True):
+        for (x, y), (_, seed) in zip(self._loaded(tasks, workers), tasks, strict=True):
             yield self.finish(x, seed), y
+
+    def _loaded(self, tasks: list[Task], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `load` gives for each task, in order, here or ahead by processes."""
+        if not workers:
+            yield from (self.load(*task) for task in tasks)
+            return
+        loader = DataLoader(
+            _Tasks(self),
+            batch_size=None,
+            sampler=tasks,
+            num_workers=workers,
+            generator=torch.Generator(),  # else it draws its base seed from the global generator
+        )
+        iterator = iter(loader)
+        try:
+            yield from iterator
+        finally:
+            # After an error in a worker the traceback keeps the iterator alive, and the collector
+            # that ends it at last waits five seconds for workers that were never told to stop.
+            getattr(iterator, "_shutdown_workers", lambda: None)()
+
+
+class _Tasks(Dataset[Any]):
+    """What a worker process holds: a task is an index."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __getitem__(self, task: Task) -> Any:
+        return self.split.load(*task)
 
 
 @dataclass(frozen=True)

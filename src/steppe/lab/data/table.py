@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from steppe.lab.data import subset
+from steppe.lab.data.order import held_out
 from steppe.lab.data.split import Data
 from steppe.lab.naming import unknown
 
@@ -24,23 +24,17 @@ MOST_WORDS = 50
 """A column of more different texts says nothing about rows that were not seen."""
 
 
-@dataclass(frozen=True)
 class Column:
-    """The texts of one column, and the numbers they are, if all of them are (NaN: missing)."""
+    """One column: its texts, where they are missing, and the numbers they are, if all of them are
+    (NaN: missing)."""
 
-    name: str
-    texts: tuple[str, ...]
-
-    @property
-    def missing(self) -> list[int]:
-        return [i for i, text in enumerate(self.texts) if text.lower() in MISSING]
-
-    def numbers(self) -> Tensor | None:
-        try:
-            values = [math.nan if t.lower() in MISSING else float(t) for t in self.texts]
-        except ValueError:
-            return None
-        return None if math.inf in map(abs, values) else torch.tensor(values, dtype=torch.float64)
+    def __init__(self, name: str, texts: Sequence[str]) -> None:
+        self.name, self.texts = name, texts
+        self.missing = [i for i, text in enumerate(texts) if text.lower() in MISSING]
+        values = [math.nan if t.lower() in MISSING else _number(t) for t in texts]
+        known = [value for value in values if value is not None and not math.isinf(value)]
+        whole = len(known) == len(texts)
+        self.numbers = torch.tensor(known, dtype=torch.float64) if whole else None
 
 
 def table(
@@ -73,26 +67,24 @@ def table(
             raise unknown(f"column of {path.name}", name, names)
     aim = next(column for column in columns if column.name == target)
     labels, classes = _targets(aim, task, path.name)
-    held_out = subset.held_out(labels, test, seed=seed, key="test")
+    aside = held_out(labels, test, seed=seed, key="test")
     chosen = [c for c in columns if c.name not in (target, *left_out)]
     if not chosen:
         raise ValueError(f"{path.name} has no column besides the target {target!r}.")
-    inputs = torch.cat([_inputs(column, ~held_out, path.name) for column in chosen], dim=1)
-    note = f"{len(labels)} rows, {int(held_out.sum())} of them test"
+    inputs = torch.cat([_inputs(column, ~aside, path.name) for column in chosen], dim=1)
+    note = f"{len(labels)} rows, {int(aside.sum())} of them test"
     if classes is None:
-        mean, std = _moments(labels[~held_out])
+        mean, std = _moments(labels[~aside])
         labels = ((labels - mean) / std).to(torch.float32)
         note += f"; {target} in standard deviations of {std:.4g}"
-    filled = sum(len(column.missing) for column in chosen if column.numbers() is not None)
+    filled = sum(len(column.missing) for column in chosen if column.numbers is not None)
     if filled:
         note += f"; {filled} missing numbers set to the mean"
-    return Data.divided(path.name, inputs, labels, held_out, classes=classes, note=note)
+    return Data.divided(path.name, inputs, labels, aside, classes=classes, note=note)
 
 
 def read_columns(path: Path) -> list[Column]:
     """The columns of the file; an error names the line that does not fit."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -104,7 +96,7 @@ def read_columns(path: Path) -> list[Column]:
     if len(rows) < 3:
         raise ValueError(f"{path} must have a line of column names and at least two rows.")
     header = rows[0][1]
-    if len(set(header)) < len(header) or "" in header or all(_is_number(c) for c in header):
+    if len(set(header)) < len(header) or "" in header or None not in map(_number, header):
         raise ValueError(
             f"the first line of {path} must name the columns, each differently; it is "
             f"{delimiter.join(header)[:60]!r}."
@@ -115,7 +107,7 @@ def read_columns(path: Path) -> list[Column]:
                 f"line {number} of {path} has {len(row)} cells, but there are {len(header)} columns."
             )
     cells = zip(*(row for _, row in rows[1:]), strict=True)
-    return [Column(name, tuple(texts)) for name, texts in zip(header, cells, strict=True)]
+    return [Column(name, texts) for name, texts in zip(header, cells, strict=True)]
 
 
 def _targets(
@@ -127,16 +119,16 @@ def _targets(
             f"{file}: the target {column.name!r} is missing in {len(column.missing)} rows, the "
             f"first of them row {column.missing[0] + 1}. Remove these rows."
         )
-    numbers = column.numbers()
+    numbers = column.numbers
     if task is None:
         whole = numbers is not None and bool((numbers == numbers.round()).all())
         few = len(set(column.texts)) <= MOST_CLASSES
         task = "classification" if numbers is None or (whole and few) else "regression"
     if task == "regression":
         if numbers is None:
-            words = [text for text in column.texts if not _is_number(text)]
+            word = next((t for t in column.texts if _number(t) is None), "infinity")
             raise ValueError(
-                f"{file}: a regression needs numbers, but {column.name!r} has {words[0]!r}."
+                f"{file}: a regression needs numbers, but {column.name!r} has {word!r}."
             )
         return numbers, None
     values = column.texts if numbers is None else numbers.tolist()
@@ -148,7 +140,7 @@ def _targets(
 
 def _inputs(column: Column, train: Tensor, file: str) -> Tensor:
     """The column as standardised numbers, or as one input per text."""
-    numbers = column.numbers()
+    numbers = column.numbers
     if numbers is not None:
         mean, std = _moments(numbers[train])
         scaled = (numbers - mean) / std
@@ -172,9 +164,8 @@ def _moments(values: Tensor) -> tuple[float, float]:
     return float(there.mean()), std if std > 0 else 1.0
 
 
-def _is_number(text: str) -> bool:
+def _number(text: str) -> float | None:
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -20,7 +23,6 @@ from torch.utils.data import (
 )
 
 from steppe.lab.data.split import Data, MemorySplit, Split
-from steppe.lab.data.workers import isolated
 
 Source = Any
 """A Split, a pair (inputs, targets) of tensors or arrays, a map-style dataset, or a DataLoader."""
@@ -61,6 +63,21 @@ class DatasetSplit(Split):
         return as_float32(x), as_float32(y if self.labels is None else self.labels[indices])
 
 
+@contextmanager
+def isolated(seed: int) -> Iterator[None]:
+    """torch's, Python's and numpy's global generators seeded inside, as they were outside."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
 def wrap(
     train: Source,
     test: Source,
@@ -75,10 +92,9 @@ def wrap(
     dataset's `classes`, unless given. Of a DataLoader the dataset and the collate function are
     used: batches are drawn by the lab, in an order that the seed fixes.
 
-    Examples:
-        >>> data = wrap((torch.randn(8, 3), torch.randn(8)), (torch.randn(4, 3), torch.randn(4)))
-        >>> data.task, data.shape, len(data.train)
-        ('regression', (3,), 8)
+    >>> data = wrap((torch.randn(8, 3), torch.randn(8)), (torch.randn(4, 3), torch.randn(4)))
+    >>> data.task, data.shape, len(data.train)
+    ('regression', (3,), 8)
     """
     splits = [as_split(source, name) for source in (train, test)]
     held_out = None if validation is None else as_split(validation, name)
@@ -86,9 +102,7 @@ def wrap(
     task = "regression" if y.is_floating_point() else "classification"
     if task == "classification" and classes is None:
         classes = class_count([train, test], splits, name)
-    return Data(
-        name, splits[0], splits[1], held_out, task=task, classes=classes, shape=tuple(x.shape[1:])
-    )
+    return Data(name, splits[0], splits[1], held_out, task, classes, shape=tuple(x.shape[1:]))
 
 
 def as_float32(values: Tensor) -> Tensor:
@@ -120,8 +134,8 @@ def as_split(source: Source, name: str) -> Split:
     """A split of whatever the user has."""
     collate: Callable[[list[Any]], Any] = default_collate
     if isinstance(source, DataLoader):
-        collate = _checked(source, name).collate_fn
-        source = source.dataset
+        _refuse_own_order(source, name)
+        collate, source = source.collate_fn, source.dataset
     if isinstance(source, Split):
         return source
     if isinstance(source, TensorDataset) and collate is default_collate:
@@ -150,17 +164,18 @@ def _as_tensor(part: Any, name: str) -> Tensor:
         ) from error
 
 
-def _checked(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
-    """A loader whose dataset says all: nothing of a sampler of its own would be kept."""
+def _refuse_own_order(loader: DataLoader[Any], name: str) -> None:
+    """Nothing of a sampler of its own would be kept: the dataset must say all."""
     usual = (RandomSampler, SequentialSampler, type(None))
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(loader.dataset, IterableDataset) or not isinstance(sampler, usual):
-        kind = type(loader.dataset if isinstance(loader.dataset, IterableDataset) else sampler)
-        raise TypeError(
-            f"{name}: batches are drawn by the lab, so that a DataLoader's {kind.__name__} would be "
-            "ignored. Give a dataset with __len__ and __getitem__."
-        )
-    return loader
+    for part, bad in (
+        (loader.dataset, isinstance(loader.dataset, IterableDataset)),
+        (loader.sampler, not isinstance(getattr(loader, "sampler", None), usual)),
+    ):
+        if bad:
+            raise TypeError(
+                f"{name}: batches are drawn by the lab, so that a DataLoader's {type(part).__name__} "
+                "would be ignored. Give a dataset with __len__ and __getitem__."
+            )
 
 
 def known_labels(dataset: Any) -> Tensor | None:
@@ -187,12 +202,3 @@ def class_count(sources: list[Source], splits: list[Split], name: str) -> int:
         f"{name}: how many classes are there? Give the dataset an attribute `targets` or "
         "`classes`, or use steppe.lab.data.wrap(train, test, classes=…)."
     )
-
-
-def from_function(name: str, function: Callable[..., Any], options: dict[str, Any]) -> Data:
-    """What the user's function returns for these options, as `Data`."""
-    result = function(**options)
-    try:
-        return as_data(result, name)
-    except TypeError as error:
-        raise TypeError(f"{name} must return data that the lab can use: {error}") from error

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from steppe.lab.models.conv import small_conv
 from steppe.lab.models.foreign import foreign
-from steppe.lab.models.mlp import mlp
 from steppe.lab.models.resnet import resnet18, resnet34, resnet50, small_resnet
+from steppe.lab.models.small import mlp, small_conv
 from steppe.lab.models.vgg import vgg16_bn
-from steppe.lab.models.vit import small_vit, vit
+from steppe.lab.models.vit import ViT, small_vit
 from steppe.lab.models.wrn import wide_resnet
 from steppe.lab.naming import check_options, unknown
 
@@ -29,7 +28,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small-resnet": small_resnet,
     "small-vit": small_vit,
     "vgg16-bn": vgg16_bn,
-    "vit-s": vit,
+    "vit-s": ViT,
     "wrn-28-10": partial(wide_resnet, depth=28, widen=10),
 }
 
@@ -49,10 +48,9 @@ def build(
     torch's global generator: seed it for a repeatable network. Besides `names()`:
     `torchvision:NAME`, `timm:NAME`, and `module:function` of the user's.
 
-    Examples:
-        >>> model = build("resnet18", classes=10, shape=(3, 32, 32))
-        >>> sum(p.numel() for p in model.parameters())
-        11173962
+    >>> model = build("resnet18", classes=10, shape=(3, 32, 32))
+    >>> sum(p.numel() for p in model.parameters())
+    11173962
     """
     if classes < 1:
         raise ValueError(f"{name}: classes must be at least 1, got {classes}.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
 from torch import nn
 
-from steppe.lab.naming import unknown, user_function
+from steppe.lab.naming import library, unknown, user_function
 
 
 def foreign(
@@ -30,7 +29,7 @@ def from_torchvision(
     """torchvision's classification network; most of them take ImageNet-sized colour images."""
     if len(shape) != 3 or shape[0] != 3:
         raise ValueError(f"torchvision:{name} takes images with 3 channels, got shape {shape}.")
-    models = _library("torchvision.models")
+    models = library("torchvision.models")
     constructor = getattr(models, name, None)
     if not inspect.isfunction(constructor):
         found = [k for k, v in vars(models).items() if inspect.isfunction(v) and k[0] != "_"]
@@ -40,7 +39,7 @@ def from_torchvision(
 
 def from_timm(name: str, *, classes: int, shape: tuple[int, ...], **options: Any) -> nn.Module:
     """timm's network with this number of classes and input channels."""
-    timm = _library("timm")
+    timm = library("timm")
     return timm.create_model(name, num_classes=classes, in_chans=shape[0], **options)  # type: ignore[no-any-return]
 
 
@@ -64,16 +63,3 @@ def from_user(name: str, **arguments: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} must return a torch.nn.Module, got {type(model).__name__}.")
     return model
-
-
-def _library(name: str) -> Any:
-    package = name.partition(".")[0]
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        message = f"{package} is not installed. Install it: pip install {package}."
-        raise ImportError(message) from error
-    except RuntimeError as error:  # built for another torch: "operator … does not exist"
-        raise ImportError(
-            f"{package} does not import beside this torch ({error}). Install the build that matches it."
-        ) from error

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from steppe.lab.models.initial import initialised
-from steppe.lab.models.widths import image_shape, is_small, scaled
+from steppe.lab.models.layers import image_shape, initialised, is_small, scaled
 
 
 class Convolution(nn.Conv2d):
@@ -76,30 +75,35 @@ def bottleneck(inputs: int, channels: int, stride: int) -> Residual:
 
 
 class ResNet(nn.Module):
-    """Stem, stages of residual blocks (each stage halves the image but the first), mean, linear."""
+    """Stem, stages of residual blocks (each stage halves the image but the first), mean, linear.
+
+    `blocks` says how many a stage has; stage k has `base * 2^k` channels.
+    """
 
     def __init__(
         self,
+        classes: int,
+        shape: tuple[int, ...],
+        width: float = 1.0,
         *,
         blocks: Sequence[int],
-        channels: Sequence[int],
-        expand: bool,
-        classes: int,
-        colours: int,
-        small: bool,
+        expand: bool = False,
+        base: int = 64,
     ) -> None:
         super().__init__()
-        stem = normed(colours, channels[0], 3 if small else 7, 1 if small else 2)
+        colours, _, _ = image_shape("A ResNet", shape)
+        small, inputs = is_small(shape), scaled(base, width)
+        stem = normed(colours, inputs, 3 if small else 7, 1 if small else 2)
         if not small:
             stem.append(nn.MaxPool2d(3, stride=2, padding=1))
         self.stem = nn.Sequential(*stem)
         block = bottleneck if expand else basic_block
-        stages, inputs = [], channels[0]
-        for stage, (count, width) in enumerate(zip(blocks, channels, strict=True)):
-            layers = []
+        stages = []
+        for stage, count in enumerate(blocks):
+            layers, channels = [], scaled(base * 2**stage, width)
             for k in range(count):
-                layers.append(block(inputs, width, 2 if k == 0 and stage > 0 else 1))
-                inputs = 4 * width if expand else width
+                layers.append(block(inputs, channels, 2 if k == 0 and stage > 0 else 1))
+                inputs = 4 * channels if expand else channels
             stages.append(nn.Sequential(*layers))
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)
@@ -110,28 +114,7 @@ class ResNet(nn.Module):
         return self.head(features)  # type: ignore[no-any-return]
 
 
-def resnet(
-    classes: int,
-    shape: tuple[int, ...],
-    width: float = 1.0,
-    *,
-    blocks: Sequence[int],
-    expand: bool = False,
-    base: int = 64,
-) -> ResNet:
-    """A ResNet with these blocks per stage; stage k has `base * 2^k` channels."""
-    colours, _, _ = image_shape("A ResNet", shape)
-    return ResNet(
-        blocks=blocks,
-        channels=[scaled(base * 2**stage, width) for stage in range(len(blocks))],
-        expand=expand,
-        classes=classes,
-        colours=colours,
-        small=is_small(shape),
-    )
-
-
-resnet18 = partial(resnet, blocks=(2, 2, 2, 2))
-resnet34 = partial(resnet, blocks=(3, 4, 6, 3))
-resnet50 = partial(resnet, blocks=(3, 4, 6, 3), expand=True)
-small_resnet = partial(resnet, blocks=(1, 1, 1), base=12)
+resnet18 = partial(ResNet, blocks=(2, 2, 2, 2))
+resnet34 = partial(ResNet, blocks=(3, 4, 6, 3))
+resnet50 = partial(ResNet, blocks=(3, 4, 6, 3), expand=True)
+small_resnet = partial(ResNet, blocks=(1, 1, 1), base=12)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from steppe.lab.models.initial import initialised
-from steppe.lab.models.widths import image_shape, is_small, scaled
+from steppe.lab.models.layers import image_shape, initialised, is_small, scaled
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 LARGE_MAP = 7  # ImageNet's form averages its features to 7x7

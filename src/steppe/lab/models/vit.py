@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from steppe.lab.models.initial import initialise_transformer
-from steppe.lab.models.widths import image_shape, is_small, scaled
+from steppe.lab.models.layers import image_shape, initialise_transformer, is_small, scaled
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,37 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches and a class token with learned positions, blocks, norm, linear."""
+    """Patches and a class token with learned positions, blocks, norm, linear.
 
-    def __init__(self, size: Size, *, patch: int, tokens: int, colours: int, classes: int) -> None:
+    By default CIFAR's ViT-S or ImageNet's ViT-S/32, by `shape`. `width` takes away whole heads, so a
+    head keeps its dimension.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        shape: tuple[int, ...],
+        width: float = 1.0,
+        *,
+        size: Size | None = None,
+        patch: int | None = None,
+        depth: int | None = None,
+        dropout: float | None = None,
+    ) -> None:
         super().__init__()
+        colours, height, side = image_shape("A vision transformer", shape)
+        size = size or (CIFAR if is_small(shape) else IMAGENET)
+        size = replace(
+            size,
+            heads=scaled(size.heads, width),
+            mlp=scaled(size.mlp, width),
+            depth=size.depth if depth is None else depth,
+            dropout=size.dropout if dropout is None else dropout,
+        )
+        patch = patch_size(height, side, size.grid) if patch is None else patch
+        if height % patch or side % patch:
+            raise ValueError(f"Patches of {patch}x{patch} do not tile images of {height}x{side}.")
+        tokens = (height // patch) * (side // patch)
         self.embed = nn.Conv2d(colours, size.dim, patch, stride=patch)
         self.token = nn.Parameter(torch.empty(1, 1, size.dim))
         self.positions = nn.Parameter(torch.empty(1, tokens + 1, size.dim))
@@ -98,45 +124,14 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])  # type: ignore[no-any-return]
 
 
-def vit(
-    classes: int,
-    shape: tuple[int, ...],
-    width: float = 1.0,
-    *,
-    size: Size | None = None,
-    patch: int | None = None,
-    depth: int | None = None,
-    dropout: float | None = None,
-) -> ViT:
-    """A transformer of this size; by default CIFAR's ViT-S or ImageNet's ViT-S/32 by `shape`.
-
-    `width` takes away whole heads, so a head keeps its dimension.
-    """
-    colours, height, side = image_shape("A vision transformer", shape)
-    size = size or (CIFAR if is_small(shape) else IMAGENET)
-    size = replace(
-        size,
-        heads=scaled(size.heads, width),
-        mlp=scaled(size.mlp, width),
-        depth=size.depth if depth is None else depth,
-        dropout=size.dropout if dropout is None else dropout,
-    )
-    patch = patch_size(height, side, size.grid) if patch is None else patch
-    if height % patch or side % patch:
-        raise ValueError(f"Patches of {patch}x{patch} do not tile images of {height}x{side}.")
-    tokens = (height // patch) * (side // patch)
-    return ViT(size, patch=patch, tokens=tokens, colours=colours, classes=classes)
-
-
 def patch_size(height: int, width: int, grid: int) -> int:
     """The patch that tiles the image and is nearest to `grid` patches along the shorter side.
 
-    Examples:
-        >>> patch_size(32, 32, 8), patch_size(28, 28, 8), patch_size(224, 224, 7)
-        (4, 4, 32)
+    >>> patch_size(32, 32, 8), patch_size(28, 28, 8), patch_size(224, 224, 7)
+    (4, 4, 32)
     """
     divisors = [d for d in range(1, min(height, width) + 1) if not (height % d or width % d)]
     return min(divisors, key=lambda d: (abs(min(height, width) / grid - d), d))
 
 
-small_vit = partial(vit, size=TINY)
+small_vit = partial(ViT, size=TINY)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from steppe.lab.models.initial import initialised
+from steppe.lab.models.layers import image_shape, initialised, is_small, scaled
 from steppe.lab.models.resnet import convolution, normed
-from steppe.lab.models.widths import image_shape, is_small, scaled
 
 
 class PreActivation(nn.Module):

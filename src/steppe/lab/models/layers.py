@@ -1,4 +1,4 @@
-"""Initial weights: one stated rule per family, drawn from torch's global generator.
+"""Widths and initial weights: one stated rule per family, drawn from torch's global generator.
 
 Convolution nets and MLPs: convolutions He-normal over the fan-out for ReLU (He et al. 2015) with
 zero biases, norms 1 and 0, linear layers torch's own uniform in ±1/sqrt(fan-in). Vision
@@ -15,6 +15,7 @@ from torch import nn
 
 T = TypeVar("T", bound=nn.Module)
 NORMS = (nn.BatchNorm2d, nn.LayerNorm)
+SMALL_IMAGE = 64  # up to this size: CIFAR's form of a network, above it ImageNet's
 
 
 def initialised(model: T) -> T:
@@ -40,3 +41,29 @@ def initialise_transformer(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, NORMS):
             module.reset_parameters()
+
+
+def scaled(channels: int, width: float) -> int:
+    """Channels times the width multiplier, at least one.
+
+    >>> scaled(64, 0.25), scaled(512, 0.25), scaled(64, 0.001)
+    (16, 128, 1)
+    """
+    if not width > 0:
+        raise ValueError(f"width must be above 0, got {width}.")
+    return max(1, round(channels * width))
+
+
+def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(channels, height, width) of the images a network is built for."""
+    if len(shape) != 3:
+        raise ValueError(
+            f"{model} takes images, so shape must be (channels, height, width); got {shape}. "
+            "For rows of numbers use the model 'mlp'."
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def is_small(shape: tuple[int, ...]) -> bool:
+    """Whether images of this shape get a 3x3 stem without pooling."""
+    return max(shape[1:]) <= SMALL_IMAGE

@@ -315,7 +315,7 @@ def antithetic_rwp(
     return Method("antithetic_rwp", pair)
 
 
-def msam(rho: Strength = 0.75, momentum: float = 0.9) -> Method:
+def msam(rho: Strength = 0.05, momentum: float = 0.9) -> Method:
     """Momentum SAM: the perturbation is the momentum of past gradients. One pass.
 
     Args:

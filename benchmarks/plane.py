@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steppe.analysis import Problem, landscape
 from steppe.analysis.directions import filter_normalised
-from steppe.lab.models.resnet import resnet
+from steppe.lab.models.resnet import ResNet
 
 
 def trained(steps: int, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A ResNet-8 of about 76 k weights that has learned which of ten smooth patterns lies under the noise of an image."""
-    model = resnet(10, (3, 32, 32), blocks=(1, 1, 1), base=16)
+    model = ResNet(10, (3, 32, 32), blocks=(1, 1, 1), base=16)
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -70,10 +70,13 @@ class Plan:
     def of(self, setting: Setting, part: Part) -> list[Entry]:
         return [e for e in self.entries if e.setting.name == setting.name and e.part == part]
 
-    def missing(self, evidence: Evidence) -> list[Entry]:
-        """The entries whose runs have no line yet, or none with what they are to show, each run once."""
+    def missing(
+        self, evidence: Evidence, take: Callable[[Sequence[Entry]], list[Entry]] = list
+    ) -> list[Entry]:
+        """The entries (of those that `take` leaves) whose runs have no line yet, or none with what they
+        are to show, each run once: a tuned run may be a default one too."""
         found: dict[str, Entry] = {}
-        for entry in self.entries:
+        for entry in take(self.entries):
             line = evidence.find(entry.run)
             if line is None or (entry.robust and not line.complete):
                 found.setdefault(entry.run, entry)

@@ -96,12 +96,12 @@ def run_study(
         raise LabError(f"minutes must be above 0, got {minutes:g}.")
     with evidence.writing():
         plan = make_plan(study, evidence)
-        todo = [*limits.take(plan.missing(evidence)), *limits.take(plan.waiting)]
+        todo = [*plan.missing(evidence, limits.take), *limits.take(plan.waiting)]
         for entry in {e.config.data: e for e in todo}.values():  # missing data: now, not in hours
             load_data(entry.config.replace(root=root), Sources())
         weights = {entry.label: entry.seconds for entry in todo}
         with display(progress, weights, study.name) as show, _ending_after(minutes):
-            while entries := _next(limits.take(plan.missing(evidence))):
+            while entries := _next(plan.missing(evidence, limits.take)):
                 _run(entries, evidence, store, jobs, root, show)
                 plan = make_plan(study, evidence)
     return plan

@@ -260,7 +260,7 @@ MISTAKES = [
     (["sweep", "digits", "--search", "rh"], "Did you mean rho"),
     (["table", "cifra"], "Did you mean cifar"),
     (["runs", "show"], "say which run to show"),
-    (["data", "fetch", "mnist"], "No data set to fetch is called 'mnist'"),
+    (["data", "fetch", "emnist"], "No data set to fetch is called 'emnist'"),
 ]
 
 

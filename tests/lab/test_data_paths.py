@@ -85,7 +85,7 @@ MISTAKES = [
     (["--data", "things.csv"], "say which one to predict, --target grade"),
     (["--data", "thing.csv", "--target", "price"], "things.csv? In"),
     (["--data", "./wole"], "there is no folder or file wole. Did you mean whole?"),
-    (["--data", "wole"], "No data set is called 'wole'. Did you mean whole?"),
+    (["--data", "whol"], "No data set is called 'whol'. Did you mean whole?"),
     (["--data", "folder:whole/ant"], "must have one folder of images per class; it has 0.png"),
     (["--data", "digits", "--target", "price"], "digits has no option 'target'"),
 ]

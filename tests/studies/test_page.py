@@ -110,19 +110,18 @@ def test_holm_corrects_the_primary_comparisons_and_the_others_apart(full):
 
 def test_tuned_rows_show_the_chosen_strength(text):
     title = f"**{TUNED}**"
-    assert (
-        row(text, title, "ARWP")["strength"] == "ratio 0.3"
-    )  # what the made-up validation prefers
-    assert row(text, title, "ARWP, batch doubled")["strength"] == "ratio 0.3"
+    # what the made-up validation prefers
+    assert row(text, title, "ARWP")["strength"] == "rise 0.4"
+    assert row(text, title, "ARWP, batch doubled")["strength"] == "rise 0.4"
     assert row(text, title, "SGD")["strength"].startswith("weight decay")
 
 
 def test_what_the_trials_found_is_shown(full, text):
     found = make_plan(rich(minima=True), full).choices["mlp"]["arwp"].scores
     title = "Trials: MLP, few steps, means over 2 seeds"
-    low, best, *rest = (f"{value:g}: {found[value]:.1f}" for value in sorted(found))
+    *rest, best = (f"{value:g}: {found[value]:.1f}" for value in sorted(found))
     cells = row(text, f"**{title}**", "ARWP")
-    assert list(cells.values())[1:] == [f"ratio {', '.join([low, f'**{best}**', *rest])}", "10"]
+    assert list(cells.values())[1:] == [f"rise {', '.join([*rest, f'**{best}**'])}", "10"]
     sgd = list(row(text, f"**{title}**", "SGD").values())[1]
     assert sgd.startswith("weight decay **3.13e-05: ")
 
@@ -132,7 +131,7 @@ def test_methods_are_compared_with_each_other(full, text):
     made = Findings(rich(minima=True), full).differences
     mixing = made[Claim("mlp", "defaults", "m-ARWP", "ARWP, batch doubled")]
     (line,) = [x for x in lines if f"{DEFAULTS} | m-ARWP − ARWP, batch doubled" in x]
-    assert f"ratio 0.9 and ratio 0.6 | −{-mixing.mean:.2f} [" in line
+    assert f"rise 0.02 | −{-mixing.mean:.2f} [" in line
     assert f"| worse | {mixing.smallest:.2f} | 6 |" in line
     assert "told" not in text
 

@@ -18,6 +18,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config
+from steppe.strength import RISE
 from studies.definitions import CONTROLS
 from studies.evidence import Evidence
 from studies.findings import CHANGES
@@ -29,7 +30,7 @@ from tests.studies.tiny import rich, tiny
 RUNS = 2 * 6 + 4 + 2 * 3 + 2 * 2 * 3 - 2 * 2 + 2
 """Defaults and controls, trials, tuned, lengths without those that are controls, sweep.
 
-The tuned runs may be default ones: the grid's upper value is the default.
+The tuned runs may be default ones: the grid's lower value is the default.
 """
 
 
@@ -81,7 +82,7 @@ def test_a_line_has_what_a_reader_needs_and_is_small(whole):
 
 def test_pairs_start_from_the_same_weights_and_strengths_are_written_out(whole):
     methods = {line.result.config.method for line in whole.lines.values()}
-    assert "arwp:ratio=0.6" in methods
+    assert f"arwp:rise={RISE}" in methods
     assert "arwp" not in methods
 
 
@@ -92,10 +93,10 @@ def test_trials_use_other_seeds_and_a_validation_split(whole):
     assert {t.config.validation for t in tuned} == {0.0}
     choice = make_plan(tiny(), whole).choices["mlp"]["arwp"]
     assert choice.trials == 2
-    assert set(choice.scores) == {0.3, 0.6}
+    assert set(choice.scores) == {0.02, 0.2}
     control = next(t for t in tuned if t.name == "ARWP, batch doubled")
     assert control.config.batch == 64
-    assert f"ratio={choice.spec.options['ratio']}" in control.config.method
+    assert f"rise={choice.spec.options['rise']}" in control.config.method
 
 
 def test_a_line_is_never_run_twice(whole, tmp_path, monkeypatch):

@@ -18,7 +18,9 @@ def tiny(minima=False, steps=8, seeds=2):
         0.1,
         methods=("sgd", "arwp"),
         controls=CONTROLS[:4],
-        tune=Tune(factors=(0.5, 1.0), seeds=1, extend=False, baseline=True, keep=False),
+        tune=Tune(
+            rises=(0.02, 0.2), factors=(0.5, 1.0), seeds=1, extend=False, baseline=True, keep=False
+        ),
         tuned_controls=CONTROLS[1:2],
         lengths=("sgd", "arwp"),
         sweeps={"strength": ("rwp", {"ratio": (0.3, 0.6)})},

@@ -36,8 +36,8 @@ def epoch_order(
     `stream` 1 is an independent permutation of the same data: the second batch of a method that
     takes two per step. The last partial batch is kept, as in the paper, unless `drop_last`.
 
-    >>> [len(b) for b in epoch_order(10, 4, seed=0, epoch=0)]
-    [4, 4, 2]
+    >>> tuple(len(b) for b in epoch_order(10, 4, seed=0, epoch=0))
+    (4, 4, 2)
     """
     if n < 1 or batch < 1:
         raise ValueError(f"n and batch must be at least 1, got n={n} and batch={batch}.")

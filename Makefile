@@ -20,10 +20,9 @@ ANALYSES := landscape spectrum radius sharpness robustness
 landscape_options := --n 25
 radius_options := --directions 8
 robustness_options := --seeds 3 --draws 2
-TUNING := --tune --tuning.rises .05 .2 --tuning.factors .5 1 2 --tuning.seeds 3 --tuning.validation .4 --tuning.no-extend
 
 demo: $(STAMP)  ## compare the paper's six methods on digits, compress them, look at their minima, write a page
-	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp rwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 $(TUNING) \
+	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp rwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 \
 		--store $(DEMO) --out $(DEMO)/noisy.json
 	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
 	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 --no-robustness \

@@ -302,6 +302,8 @@ SETTINGS_IN_README = {
     "Digits, MLP, clean labels": "Digits (MLP, clean labels)",
     "Digits, small ResNet, 20 % wrong labels": "Digits (small ResNet, 20 % label noise)",
     "Digits, small ResNet, clean labels": "Digits (small ResNet, clean labels)",
+    "Breast cancer, MLP": "Confirmation of the defaults (breast cancer, 284 rows, MLP)",
+    "Wine, MLP": "Confirmation of the defaults (wine, 89 rows, MLP)",
 }
 
 
@@ -314,6 +316,8 @@ def test_the_readme_says_what_the_committed_page_says():
             "SGD, %": cells["baseline, %"],
             **{name: cells[name] for name in ("SAM", "RWP", "m-RWP", "n")},
         }
+    equal = re.search(r"of (\d+) comparisons (\d+) equivalent", page)
+    assert f"{equal[2]} of {equal[1]} comparisons are equivalent" in words("README.md")
     page = committed("docs/evidence/cifar10.md")
     sgd, longer = (mean_of(page, CIFAR10, name) for name in ("SGD", "SGD, steps doubled"))
     assert f"takes SGD from {sgd:.1f} to {longer:.1f} %" in words("README.md")

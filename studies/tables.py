@@ -47,26 +47,26 @@ def gains_table(found: Sequence[Findings]) -> Table | None:
             base, *others = (
                 findings.row(setting, "defaults", setting.called(method)) for method in METHODS
             )
-            cells = [_gain(findings.gain(setting, row)) for row in others]
+            n = len(base.finished)
+            cells = [_gain(findings.gain(setting, row), n) for row in others]
             if any(cell != "–" for cell in cells):
                 place = place_of(findings.study, setting)
-                rows.append((place, f"{base.mean():.2f}", *cells, str(len(base.finished))))
+                rows.append((place, f"{base.mean():.2f}", *cells, str(n)))
     names = [label(parse(method), "sgd") for method in METHODS[1:]]
     note = (
-        f"**Bold**: significant. Below {ENOUGH} pairs, which are then counted in brackets, nothing "
-        "is tested. SAM and MSAM are secondary."
+        "**Bold**: significant. In brackets: pairs of seeds, where they are fewer than n; below "
+        f"{ENOUGH} nothing is tested. SAM and MSAM are secondary."
     )
     header = ("setting", "baseline, %", *names, "n")
     return Table(header, tuple(rows), notes=(note,)) if rows else None
 
 
-def _gain(gain: Difference | None) -> str:
+def _gain(gain: Difference | None, n: int) -> str:
     if gain is None:
         return "–"
-    if gain.n < ENOUGH:
-        return f"{signed(gain.mean)} ({gain.n})"
-    significant = gain.verdict in ("better", "worse")
-    return f"**{signed(gain.mean)}**" if significant else signed(gain.mean)
+    significant = gain.n >= ENOUGH and gain.verdict in ("better", "worse")
+    mean = f"**{signed(gain.mean)}**" if significant else signed(gain.mean)
+    return mean if gain.n == n else f"{mean} ({gain.n})"
 
 
 def paper_table(found: Sequence[Findings]) -> Table | None:

@@ -54,8 +54,8 @@ def gains_table(found: Sequence[Findings]) -> Table | None:
                 rows.append((place, f"{base.mean():.2f}", *cells, str(n)))
     names = [label(parse(method), "sgd") for method in METHODS[1:]]
     note = (
-        "**Bold**: significant. In brackets: pairs of seeds, where they are fewer than n; below "
-        f"{ENOUGH} nothing is tested. SAM and MSAM are secondary."
+        f"**Bold**: significant. In brackets: pairs of seeds, where they are fewer than n or {ENOUGH}; "
+        f"below {ENOUGH} nothing is tested. SAM and MSAM are secondary."
     )
     header = ("setting", "baseline, %", *names, "n")
     return Table(header, tuple(rows), notes=(note,)) if rows else None
@@ -66,7 +66,7 @@ def _gain(gain: Difference | None, n: int) -> str:
         return "–"
     significant = gain.n >= ENOUGH and gain.verdict in ("better", "worse")
     mean = f"**{signed(gain.mean)}**" if significant else signed(gain.mean)
-    return mean if gain.n == n else f"{mean} ({gain.n})"
+    return mean if gain.n == n >= ENOUGH else f"{mean} ({gain.n})"
 
 
 def paper_table(found: Sequence[Findings]) -> Table | None:

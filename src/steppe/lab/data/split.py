@@ -90,7 +90,7 @@ class Split(ABC):
             yield from iterator
         finally:
             # After an error in a worker the traceback keeps the iterator alive, and the collector
-            # that ends it at last waits five seconds for workers that were never told to stop.
+            # that ends it at last waits five seconds for workers that got no word to stop.
             getattr(iterator, "_shutdown_workers", lambda: None)()
 
 

@@ -80,7 +80,7 @@ class Command:
             from studies.finetune import run_finetune
 
             root = Path(self.root or ".")
-            words = run_finetune(self.evidence, root, self.minutes, self.seeds)
+            words = run_finetune(self.evidence, root, self.minutes, self.seeds, processes)
             sys.stdout.write(f"{words}\n")
             return
         if self.name is None:

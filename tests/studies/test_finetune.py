@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ def made_up(run, best=1):
 def study(monkeypatch):
     monkeypatch.setattr(finetune, "Data", lambda root: None)
     monkeypatch.setattr(finetune, "measure", lambda run, data: made_up(run))
+    # threads in place of processes, which would not see what is replaced here
+    monkeypatch.setattr(
+        finetune,
+        "ProcessPoolExecutor",
+        lambda jobs, context, **prepare: ThreadPoolExecutor(jobs, **prepare),
+    )
     return finetune
 
 
@@ -64,8 +71,8 @@ def test_it_resumes_and_trains_nothing_twice(study, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         study.run_finetune(tmp_path, tmp_path, None, 1)
     monkeypatch.setattr(study, "measure", lambda r, _: seen.append(r.identity) or made_up(r))
-    assert study.run_finetune(tmp_path, tmp_path, None, 1) == "finetune: 72 of 72 runs"
-    assert len(seen) == len(set(seen)) == 72
+    assert study.run_finetune(tmp_path, tmp_path, None, 1) == "finetune: 68 of 68 runs"
+    assert len(seen) == len(set(seen)) == 68
     rates = {run.lr for run in planned(Lines(tmp_path, "finetune")) if not run.trial}
     assert rates == {RATES["full"][1], RATES["lora"][1]}
 

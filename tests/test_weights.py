@@ -1,5 +1,7 @@
 """Moving weights and putting them back, whatever their memory looks like."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -488,3 +490,32 @@ def test_a_scalar_and_an_empty_parameter_have_a_radius():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     perturber = steppe.attach(model, optimizer, steppe.arwp(0.1, elementwise=True))
     assert perturber.stats()["displacement"] > 0
+
+
+@pytest.mark.parametrize("name", ["m_arwp", "m_rwp", "sam", "lpf_sgd"])
+def test_gradients_of_single_passes_are_let_go_when_the_step_is_over(name):
+    """Each is as large as the weights: what is kept until the next collection is a copy of them."""
+    model = nn.Sequential(nn.Linear(5, 83), nn.Linear(83, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = getattr(steppe, name)()
+    perturber = steppe.attach(model, optimizer, method)
+    batches = [(torch.randn(16, 5),) for _ in range(method.batches_needed)]
+
+    def gradients() -> int:
+        alive = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+        own = {model[0].weight.data_ptr()}  # a view of the parameter itself is no copy
+        return sum(
+            o.shape == (83, 5) and not o._is_view() and o.data_ptr() not in own for o in alive
+        )
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = gradients()
+        for _ in range(3):
+            perturber.backward(lambda x: model(x).square().mean(), *batches)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert gradients() == before
+    finally:
+        gc.enable()

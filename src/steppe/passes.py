@@ -102,7 +102,7 @@ class Run:
         before = leaves.set_aside() if ours else {}
         try:
             loss.backward()
-            training.step.keep_own(running)
+            training.step.backward_ends(running)
         finally:
             if before:
                 leaves.give_back(before)

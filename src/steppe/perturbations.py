@@ -70,8 +70,11 @@ class Perturbation(ABC):
         """Learn from the gradients that the optimizer is about to see, each times `scale`."""
         raise self._missing("learn(): learns_from needs it")
 
-    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
-        """Add to the notes (none in the first pass) what `learn_noted` needs of one pass of several."""
+    def collect(
+        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
+    ) -> Gradients:
+        """Add to the notes (none in the first pass) what `learn_noted` needs of one pass of several,
+        of its gradients times `scale`."""
         raise self._missing(f"collect(): {_SEVERAL}")
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
@@ -193,12 +196,14 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         shape = torch.add(history.mean(), history, alpha=self.eta).clamp_(min=1e-30)
         return shape.pow_(-self.exponent).div_(shape.mean())
 
-    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+    def collect(
+        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
+    ) -> Gradients:
         if weights.shards.several:  # gradients of single passes are whole there, not sharded
-            squares: Gradients = [None if g is None else filter_squares(g) for g in grads]
-        else:
-            squares = weights.per_parameter(weights.filter_norms(grads).square())
-        return added(noted, squares)
+            own = [None if g is None else filter_squares(g) * scale**2 for g in grads]
+            return added(noted, own)
+        norms = weights.filter_norms(grads) if scale == 1 else weights.filter_norms(grads) * scale
+        return added(noted, weights.per_parameter(norms.square()))
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         self._learn(weights.per_filter(notes), state["history"][0], scale)
@@ -242,11 +247,16 @@ class ElementwiseGaussian(Adaptive):
         factors = [self.left(local(h)) * s[0] if h.numel() else h for s, h in pairs]
         return self.even_std(weights, step)[0] * weights.total_norm(factors, weights.params)
 
-    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
+    def collect(
+        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
+    ) -> Gradients:
         found = [local(g) for g in grads if g is not None]
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in found]
-        squares = iter(torch._foreach_mul(wide, wide) if wide else ())
-        return added(noted, [None if g is None else next(squares) for g in grads])
+        squares = torch._foreach_mul(wide, wide) if wide else []
+        if wide and scale != 1:
+            torch._foreach_mul_(squares, scale**2)
+        each = iter(squares)
+        return added(noted, [None if g is None else next(each) for g in grads])
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         weights.decay_and_add(state["history"], notes, self.beta, scale * scale)

@@ -52,6 +52,8 @@ class Running:
     own: dict[int, Tensor | None] = field(default_factory=dict)
     """Its own gradients, where something is learnt from them, by the number of the parameter; None:
     what is in `.grad`, where there was nothing before."""
+    looked_at: bool = False
+    """Whether these served already."""
     pull: Tensor | None = None
     """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
 
@@ -137,22 +139,30 @@ class Step:
         several = self._training.several
         if several and not running.reached:
             return  # a backward that reached no parameter (for an adversarial input) is not a pass
-        if self.metered:
+        self._look(running)
+        if self.metered and not (running.looked_at and self.meters_passes):
             self._meter(running)
         self.done.append(running.index)
         if several:
-            if running.own:
-                self._note(running)
             self._seen = self._marks()
 
-    def keep_own(self, running: Running) -> None:
-        """Keep the pass's own gradients where `.grad` is about to become a sum with those before."""
+    def backward_ends(self, running: Running) -> None:
+        """`.grad` is about to become a sum with the gradients of passes before."""
         if running.apart:
             running.reached = self._training.leaves.have_gradients
             numbers = range(len(self._training.weights.params)) if running.learns else ()
             running.own = dict.fromkeys(numbers)
+        self._look(running)
+
+    def _look(self, running: Running) -> None:
+        """Take what is learnt from the pass's own gradients, and let go of them: they are a copy of
+        the weights."""
         if running.own:
-            running.own = {n: g for n, g in enumerate(self._own(running)) if g is not None}
+            if self.meters_passes:
+                self._meter(running)
+            if self._training.several:
+                self._note(running)
+            running.own, running.looked_at = {}, True
 
     def _own(self, running: Running) -> list[Tensor | None]:
         """The pass's own gradient of each perturbed parameter."""
@@ -188,13 +198,9 @@ class Step:
         noise = self._training.method.passes[running.index].perturbation
         if noise is None or noise.learns_from != "pass":
             return
+        noted, undo = self.notes.get(noise, []), 1 / running.share  # it is in the loss
         grads = self._own(running)
-        if running.share != 1:  # undo what was multiplied into the loss
-            there = [g for g in grads if g is not None]
-            undone = iter(torch._foreach_mul(there, 1 / running.share))
-            grads = [None if g is None else next(undone) for g in grads]
-        noted = self.notes.get(noise, [])
-        self.notes[noise] = noise.collect(self._training.weights, grads, noted)
+        self.notes[noise] = noise.collect(self._training.weights, grads, noted, undo)
 
     # ------------------------------------------------------------------ between passes
 

@@ -210,8 +210,10 @@ class Still(Perturbation):
     def learn(self, weights: Weights, state: State, grads: Gradients, scale: Any) -> None:
         self.inner.learn(weights, state, grads, scale)
 
-    def collect(self, weights: Weights, grads: Gradients, noted: Gradients) -> Gradients:
-        return self.inner.collect(weights, grads, noted)
+    def collect(
+        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
+    ) -> Gradients:
+        return self.inner.collect(weights, grads, noted, scale)
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Any) -> None:
         self.inner.learn_noted(weights, state, notes, scale)

@@ -29,15 +29,9 @@ from steppe.lab import models
 from steppe.strength import OPENING, PERIOD, REST
 
 METHODS = {
-    "RWP": steppe.rwp(0.01),
-    "ARWP": steppe.arwp(0.01),
+    **measure.METHODS,
     "ARWP, element-wise": steppe.arwp(0.01, elementwise=True),
-    "m-RWP": steppe.m_rwp(0.015),
-    "m-ARWP": steppe.m_arwp(0.015),
     "m-ARWP, element-wise": steppe.m_arwp(0.015, elementwise=True),
-    "SAM": steppe.sam(0.05),
-    "ASAM": steppe.asam(0.5),
-    "MSAM": steppe.msam(3.0),
     "LPF-SGD": steppe.lpf_sgd(0.01, samples=2),
     "antithetic RWP": steppe.antithetic_rwp(0.01),
     "RWP, rise": steppe.rwp(rise=0.05),
@@ -78,7 +72,7 @@ def bench(net: str, device: str = "cpu", layers: int = 12) -> measure.Bench:
             shape = (3, 32, 32) if net == "resnet18" else (1, 8, 8)
             model = models.build(net, classes=10, shape=shape)
             x, y = torch.randn(64, *shape), torch.randint(0, 10, (64,))
-    return measure.Bench(model, lambda: nn.functional.cross_entropy(model(x), y))
+    return measure.Bench(model, measure.cross_entropy, x, y)
 
 
 class Operations(TorchDispatchMode):

@@ -22,6 +22,15 @@ import steppe
 RESULTS = Path(__file__).parent / "results"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 Step = Callable[[], object]
+METHODS = {
+    "RWP": steppe.rwp(0.01),
+    "ARWP": steppe.arwp(0.01),
+    "m-RWP": steppe.m_rwp(0.015),
+    "m-ARWP": steppe.m_arwp(0.015),
+    "SAM": steppe.sam(0.05),
+    "ASAM": steppe.asam(0.5),
+    "MSAM": steppe.msam(3.0),
+}
 
 
 def parser(doc: str, quick: str) -> argparse.ArgumentParser:
@@ -77,15 +86,26 @@ def in_turns(contenders: Mapping[str, Step], rounds: int) -> dict[str, list[floa
     return times
 
 
-class Bench:
-    """A network, its optimizer and its loss on one batch: each contender has its own."""
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
 
-    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], momentum: float = 0.9) -> None:
-        self.model, self.loss = model, loss
+
+class Bench:
+    """A network, its optimizer, loss and batch: each contender has its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        *batch: Tensor,
+        momentum: float = 0.9,
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.loss = lambda *inputs: loss(model, *inputs)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
 
     def backward(self) -> None:
-        self.loss().backward()
+        self.loss(*self.batch).backward()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -97,7 +117,7 @@ class Bench:
 
     def step_with(self, method: steppe.Method) -> Step:
         perturber = steppe.attach(self.model, self.optimizer, method)
-        batches = [()] * method.batches_needed
+        batches = [self.batch] * method.batches_needed
 
         def step() -> None:
             perturber.backward(self.loss, *batches)

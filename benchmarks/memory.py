@@ -60,7 +60,7 @@ def train(name: str, layers: int, width: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
     x = torch.randn(4, width)
-    bench = measure.Bench(model, lambda: model(x).square().mean(), momentum=0.0)
+    bench = measure.Bench(model, lambda model, x: model(x).square().mean(), x, momentum=0.0)
     step = bench.step_with(METHODS.get(name, steppe.sgd()))
     for _ in range(3):
         step()

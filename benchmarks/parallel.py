@@ -23,7 +23,6 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 
@@ -44,11 +43,11 @@ def contender(
     model = DDP(model.to(memory_format=torch.channels_last), process_group=group)
     x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (batch,))
-    bench = measure.Bench(model, lambda: nn.functional.cross_entropy(model(x), y))
+    bench = measure.Bench(model, measure.cross_entropy, x, y)
     perturber = steppe.attach(model, bench.optimizer, method, **options)
 
     def step() -> None:
-        perturber.backward(bench.loss)
+        perturber.backward(lambda: bench.loss(x, y))
         bench.update()
 
     return step

@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return statistics.mean(min(gain.mean, MOST) for gain in self.gains.values())
+        return mean_std([min(gain.mean, MOST) for gain in self.gains.values()])[0]
 
     @property
     def active(self) -> list[str]:
@@ -128,17 +128,16 @@ def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> It
     for cell in sorted(cells, key=lambda run: -run.strength):
         runs = [replace(cell, setting=s, seed=seed) for s in SETTINGS for seed in seeds(s, most)]
         verdict = judge(lines, runs)
-        lost = {} if verdict is None else {n: g for n, g in verdict.gains.items() if g.loses}
-        if not any(gain.n == len(seeds(name, most)) for name, gain in lost.items()) and (
-            missing(lines, runs) or (verdict is not None and verdict.passes)
-        ):
+        lost = {name: gain for name, gain in verdict.gains.items() if gain.loses}
+        given_up = any(gain.n == len(seeds(name, most)) for name, gain in lost.items())
+        if not given_up and (verdict.passes or missing(lines, runs)):
             yield from sorted(runs, key=lambda run: run.setting not in lost)
             return
         yield from (run for run in runs if found(lines, run) is not None)
 
 
-def judge(lines: Lines, runs: Iterable[Run]) -> Verdict | None:
-    """The rule on those of the runs that are there with their baselines; None without any."""
+def judge(lines: Lines, runs: Iterable[Run]) -> Verdict:
+    """The rule on those of the runs that are there with their baselines; without any it does not pass."""
     there = [run for run in runs if not missing(lines, [run])]
     shares: dict[str, list[float]] = {}
     for run in there:
@@ -146,7 +145,7 @@ def judge(lines: Lines, runs: Iterable[Run]) -> Verdict | None:
         if run.strength and "measured" in line:
             shares.setdefault(run.setting, []).append(line["measured"] / run.strength)
     means = {name: statistics.mean(values) for name, values in shares.items()}
-    return Verdict(gains(lines, there), means) if there else None
+    return Verdict(gains(lines, there), means)
 
 
 def gains(lines: Lines, runs: Iterable[Run], score: str = "score") -> dict[str, Gain]:
@@ -175,15 +174,10 @@ def cells(runs: Iterable[Run]) -> dict[Run, list[Run]]:
 
 def to_do(lines: Lines) -> list[Run]:
     """The next runs of the first stage that is not complete; CIFAR-10, which takes longest, at the end."""
-    left = missing(
-        lines, sorted(stage_1(), key=lambda run: (SETTINGS[run.setting].seconds, -run.bound))
-    )
-    if not left:
-        chosen = missing(lines, stage_2(lines, *combination(lines)))
-        stages = (chosen, missing(lines, stage_3(lines)))
-        short = [[run for run in runs if run.setting != "cifar10"] for runs in stages]
-        left = next((runs for runs in (*short, *stages) if runs), [])
-    return left or missing(lines, stage_4())
+    stages = (stage_1(), stage_2(lines, *combination(lines)), stage_3(lines), stage_4())
+    first, *choosing, last = (missing(lines, stage) for stage in stages)
+    short = [[run for run in runs if run.setting != "cifar10"] for runs in choosing]
+    return next((runs for runs in (first, *short, *choosing, last) if runs), [])
 
 
 def combination(lines: Lines) -> tuple[int, float]:
@@ -192,7 +186,7 @@ def combination(lines: Lines) -> tuple[int, float]:
     best, chosen = -1.0, COMBINATIONS[0]
     for cell, runs in cells(stage_1()).items():
         verdict = judge(lines, runs)
-        if verdict is not None and verdict.passes and len(verdict.active) >= ACTIVE:
+        if verdict.passes and len(verdict.active) >= ACTIVE:
             given = cell.strength * statistics.mean(min(1.0, m) for m in verdict.measured.values())
             if given > best:
                 best, chosen = given, (cell.power, cell.bound)
@@ -203,8 +197,7 @@ def largest(lines: Lines, runs: Iterable[Run]) -> dict[str, float]:
     """For each method the largest strength that passes, where one does."""
     by_method: dict[str, float] = {}
     for cell, mine in cells(runs).items():
-        verdict = judge(lines, mine)
-        if verdict is not None and verdict.passes:
+        if judge(lines, mine).passes:
             by_method[cell.method] = max(cell.strength, by_method.get(cell.method, 0.0))
     return by_method
 
@@ -230,8 +223,8 @@ def agreement(lines: Lines) -> dict[str, tuple[float, float, int]]:
     }
 
 
-def show(title: str, verdict: Verdict | None) -> None:
-    if verdict is not None:
+def show(title: str, verdict: Verdict) -> None:
+    if verdict.gains:
         shares = ", ".join(f"{name} {share:.2f}" for name, share in verdict.measured.items())
         print(f"{title}: mean {verdict.mean:+.2f}, {'passes' if verdict.passes else 'fails'}")
         print("   ", listed(verdict.gains))
@@ -264,8 +257,7 @@ def choose(lines: Lines) -> None:
             chosen = largest(lines, runs)
             for cell, mine in by_cell.items():
                 if chosen.get(cell.method) == cell.strength:
-                    verdict = judge(lines, mine)
-                    active = verdict.active if verdict else []
+                    active = judge(lines, mine).active
                     print(f"chosen: {cell.method} {cell.strength}", so_far)
                     print(f"    half of the rise or more on: {', '.join(active) or 'none'}")
                     print("    gains after a change:", listed(compressed(lines, mine)))

@@ -16,21 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import measure
 import torch
-from torch import nn
 
-import steppe
 from steppe.lab import models
 
 NETS = {"resnet18": "resnet18", "vit": "vit-s", "mlp": "mlp"}
-METHODS = {
-    "RWP": steppe.rwp(0.01),
-    "ARWP": steppe.arwp(0.01),
-    "m-RWP": steppe.m_rwp(0.015),
-    "m-ARWP": steppe.m_arwp(0.015),
-    "SAM": steppe.sam(0.05),
-    "ASAM": steppe.asam(0.5),
-    "MSAM": steppe.msam(3.0),
-}
 
 
 def bench(net: str, batch: int, width: float) -> measure.Bench:
@@ -40,7 +29,7 @@ def bench(net: str, batch: int, width: float) -> measure.Bench:
     model = models.build(NETS[net], classes=10, shape=shape, width=width).to(memory_format=form)
     x = torch.randn(batch, *shape).contiguous(memory_format=form)
     y = torch.randint(0, 10, (batch,))
-    return measure.Bench(model, lambda: nn.functional.cross_entropy(model(x), y))
+    return measure.Bench(model, measure.cross_entropy, x, y)
 
 
 def peer_sam(bench: measure.Bench) -> measure.Step:
@@ -67,9 +56,9 @@ def run(net: str, rounds: int, quick: bool) -> dict[str, Any]:
     count = sum(p.numel() for p in new().model.parameters())
     print(f"\n{net}, {count:,} parameters, batch {batch}: whole steps, then what is added")
     steps = {"SGD": new().plain_step, "SAM of pytorch-optimizer": peer_sam(new())}
-    steps |= {name: new().step_with(method) for name, method in METHODS.items()}
+    steps |= {name: new().step_with(method) for name, method in measure.METHODS.items()}
     whole = measure.show(measure.in_turns(steps, rounds), "ms")
-    parts = {name: new().added_by(METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
+    parts = {name: new().added_by(measure.METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
     added = measure.show(measure.in_turns(parts, 3 * rounds), "ms")
     return {"parameters": count, "batch": batch, "width": width, "steps": whole, "added": added}
 

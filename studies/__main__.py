@@ -18,7 +18,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.progress import duration
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.tables import Table
-from studies.definitions import RETIRED, STUDIES, study
+from studies.definitions import STUDIES, study
 from studies.evidence import DEFAULT_EVIDENCE, Evidence
 from studies.plan import PARTS, Part, Plan, make_plan
 from studies.runner import Limits, run_study
@@ -109,10 +109,9 @@ class Command:
         logger.info("written to %s, with %d more files", files[0], len(files) - 1)
 
     def _archive(self, name: str) -> None:
-        for each in (*STUDIES.values(), *RETIRED.values()):
+        for each in STUDIES.values():
             evidence = Evidence(self.evidence, each.name)
-            used = make_plan(each, evidence).entries if each.name in STUDIES else ()
-            runs = {entry.run for entry in used}
+            runs = {entry.run for entry in make_plan(each, evidence).entries}
             if moved := evidence.archive(name, runs):
                 logger.info("%s: %d lines moved to archive/%s", each.name, moved, name)
 

@@ -10,8 +10,8 @@ from scipy import stats
 from steppe.lab.statistics import ALPHA, half_width, mean_std, mean_words
 from steppe.lab.tables import Table, join_words, signed
 from studies.comparisons import Compared, compared
-from studies.definitions import Setting
-from studies.findings import Findings, Pair
+from studies.definitions import METHODS
+from studies.findings import Findings
 
 POWER = 0.8
 
@@ -35,13 +35,8 @@ def judged(findings: Findings) -> list[tuple[Compared, str]]:
     margin = findings.study.margin
     if margin is None:
         return []
-
-    def pairs(setting: Setting) -> list[Pair]:
-        names = map(setting.called, setting.methods[1:])
-        return [(name, setting.reference(name)) for name in names]
-
     found: list[tuple[Compared, str]] = []
-    for each in compared([findings], pairs):
+    for each in compared([findings], [(method, "") for method in METHODS[1:]]):
         decided = each.difference.verdict in ("better", "worse")
         verdict = each.difference.verdict if decided else "inconclusive"
         found.append((each, "equivalent" if each.equivalent(margin) else verdict))

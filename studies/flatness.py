@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from scipy import stats
 
-from steppe.report.canvas import MARKS, line_style, panels, shared_legend
+from steppe.report.canvas import marked_style, panels, shared_legend
 from studies.comparisons import place_of
 from studies.definitions import Setting
 from studies.findings import CHANGES, UNCHANGED, Findings
@@ -90,7 +90,7 @@ def flatness_figure(made: Correlations) -> Figure:
         for i, (place, ranked) in enumerate(made.items()):
             if name in ranked:
                 values = [ranked[name][change] for change in CHANGES]
-                axis.plot(values, **line_style(i), marker=MARKS[i % len(MARKS)], label=place)
+                axis.plot(values, **marked_style(i), label=place)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xticks(range(len(CHANGES)), CHANGES, fontsize="small")
         axis.set_xlim(-0.5, len(CHANGES) - 0.5)

@@ -121,10 +121,10 @@ def counts(depths: tuple[int, ...]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     nets = {f"transformer, {depth} layers": ("transformer", depth) for depth in depths}
     nets["ResNet-18"] = ("resnet18", 0)
-    print(f"{'operations for each perturbed pass':36}" + "".join(f"{name:>24}" for name in nets))
+    print("operations for each perturbed pass")
     for name, method in METHODS.items():
         found[name] = {key: added(method, net, depth) for key, (net, depth) in nets.items()}
-        print(f"{name:36}" + "".join(f"{value:>24.1f}" for value in found[name].values()))
+        print(f"{name:28}", found[name], flush=True)
     return found
 
 

@@ -94,11 +94,7 @@ class Bench:
     """A network, its optimizer, loss and batch: each contender has its own."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[..., Tensor],
-        *batch: Tensor,
-        momentum: float = 0.9,
+        self, model: nn.Module, loss: Callable[..., Tensor], *batch: Tensor, momentum: float = 0.9
     ) -> None:
         self.model, self.batch = model, batch
         self.loss = lambda *inputs: loss(model, *inputs)

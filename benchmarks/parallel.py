@@ -56,18 +56,19 @@ def contender(
 def contenders(batch: int, width: float) -> dict[str, tuple[measure.Step, bool]]:
     """Each contender's step, and whether both processes take part in it."""
     alone, both = dist.new_group([0]), dist.group.WORLD
-    sgd, sam, first = steppe.sgd(), steppe.sam(), dist.get_rank() == 0
+    sgd, sam, half = steppe.sgd(), steppe.sam(), batch // 2
     found: dict[str, tuple[measure.Step, bool]] = {}
-    for name, method in {"SGD, one process": sgd, "SAM, one process": sam}.items():
-        step = contender(method, batch, width, alone) if first else lambda: None
-        found[name] = (step, False)
-    for name, method, size in (
-        ("SGD, two processes, half a batch each", sgd, batch // 2),
-        ("SAM, two processes, half a batch each", sam, batch // 2),
-        ("SGD, two processes, a batch each", sgd, batch),
-        ("m-ARWP, two processes, a batch each", steppe.m_arwp(0.015), batch),
+    for name, method, size, group in (
+        ("SGD, one process", sgd, batch, alone),
+        ("SAM, one process", sam, batch, alone),
+        ("SGD, two processes, half a batch each", sgd, half, both),
+        ("SAM, two processes, half a batch each", sam, half, both),
+        ("SGD, two processes, a batch each", sgd, batch, both),
+        ("m-ARWP, two processes, a batch each", steppe.m_arwp(0.015), batch, both),
     ):
-        found[name] = (contender(method, size, width, both), True)
+        mine = group is both or dist.get_rank() == 0
+        step = contender(method, size, width, group) if mine else lambda: None
+        found[name] = (step, group is both)
     return found
 
 

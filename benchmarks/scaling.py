@@ -24,35 +24,26 @@ TENSORS = [4, 16, 64, 256, 1024]
 METHODS = {"RWP": steppe.rwp(0.001), "ARWP": steppe.arwp(0.001)}
 
 
-def layers_of(count: int, tensors: int = 4) -> nn.Sequential:
-    """Square layers with about `count` weights in all."""
+def with_gradients(count: int, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Square layers with about `count` weights in all, and their optimizer."""
     width = round((count / tensors) ** 0.5)
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(tensors)])
-
-
-def with_gradients(count: int, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = layers_of(count, tensors)
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(tensors)])
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e-3)
     return model, torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
 
-def sgd_step(count: int, tensors: int) -> measure.Step:
-    _, optimizer = with_gradients(count, tensors)
-    return lambda: optimizer.step()
-
-
-def added(count: int, tensors: int, name: str) -> measure.Step:
-    model, optimizer = with_gradients(count, tensors)
-    return measure.added_by(steppe.attach(model, optimizer, METHODS[name]))
+def added(count: int, tensors: int, method: steppe.Method) -> measure.Step:
+    return measure.added_by(steppe.attach(*with_gradients(count, tensors), method))
 
 
 def over_sizes(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, dict[str, float]]]:
     """What is added for each number of weights and of tensors."""
     found = []
     for size in sizes:
-        steps = {"SGD's own step": sgd_step(*size)} | {n: added(*size, n) for n in METHODS}
+        steps: dict[str, measure.Step] = {"SGD's own step": with_gradients(*size)[1].step}
+        steps |= {name: added(*size, method) for name, method in METHODS.items()}
         turns = rounds if size[0] >= 10**7 else 5 * rounds
         print(f"{size[0]:,} weights in {size[1]:,} tensors")
         found.append(measure.show(measure.in_turns(steps, turns), "ms"))

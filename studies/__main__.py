@@ -71,7 +71,10 @@ class Command:
             if self.archive is not None:
                 self._archive(self.archive)
             if self.page:
-                self._write_page()
+                from studies.page import write_page
+
+                files = write_page(self.evidence, self.docs)
+                logger.info("written to %s, with %d more files", files[0], len(files) - 1)
             return
         if self.jobs < 0:
             raise LabError(f"jobs must be at least 0, got {self.jobs}.")
@@ -101,12 +104,6 @@ class Command:
             root=self.root,
             progress=False if self.quiet else None,
         )
-
-    def _write_page(self) -> None:
-        from studies.page import write_page
-
-        files = write_page(self.evidence, self.docs)
-        logger.info("written to %s, with %d more files", files[0], len(files) - 1)
 
     def _archive(self, name: str) -> None:
         for each in STUDIES.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,17 +44,23 @@ def place_of(study: Study, setting: Setting) -> str:
     return f"{study.title} ({setting.title})"
 
 
+def places(found: Sequence[Findings]) -> Iterator[tuple[str, Findings, Setting]]:
+    """Every setting of all studies, with its name."""
+    for findings in found:
+        for setting in findings.study.settings:
+            yield place_of(findings.study, setting), findings, setting
+
+
 def compared(found: Sequence[Findings], pairs: Sequence[Pair], after: str = "") -> list[Compared]:
     """These methods at default strengths (no second one: the reference) wherever there are seeds enough."""
     made = []
-    for findings in found:
-        for setting, (method, other) in itertools.product(findings.study.settings, pairs):
-            first = setting.called(method)
-            second = setting.called(other) if other else setting.reference(first)
-            claim = Claim(setting.name, "defaults", first, second, after)
-            difference = findings.differences.get(claim)
-            if difference is not None and difference.n >= ENOUGH:
-                made.append(Compared(findings, setting, claim, difference))
+    for (_, findings, setting), (method, other) in itertools.product(places(found), pairs):
+        first = setting.called(method)
+        second = setting.called(other) if other else setting.reference(first)
+        claim = Claim(setting.name, "defaults", first, second, after)
+        difference = findings.differences.get(claim)
+        if difference is not None and difference.n >= ENOUGH:
+            made.append(Compared(findings, setting, claim, difference))
     return made
 
 
@@ -78,7 +84,7 @@ def trial_gains(found: Sequence[Findings], unit: str, method: str = "rwp") -> Ga
         folder, name = findings.evidence.folder, findings.study.name
         old = [each for files in archives(folder).values() for each in files if each.study == name]
         lines = [line for each in (findings.evidence, *old) for line in each.lines.values()]
-        for setting in findings.study.settings:
+        for place, _, setting in places([findings]):
             base: list[float] = []
             tried: dict[float, list[float]] = {}
             for line in lines:
@@ -93,8 +99,7 @@ def trial_gains(found: Sequence[Findings], unit: str, method: str = "rwp") -> Ga
                     tried.setdefault(spec.strength[1], []).append(score)
             if base and tried:
                 usual = mean_std(base)[0]
-                made = {value: mean_std(tried[value])[0] - usual for value in sorted(tried)}
-                gains[place_of(findings.study, setting)] = made
+                gains[place] = {value: mean_std(tried[value])[0] - usual for value in sorted(tried)}
     return gains
 
 

@@ -90,10 +90,9 @@ def verdict_words(found: Sequence[Findings]) -> list[str]:
     """A sentence for each study that confirms defaults and has verdicts."""
     sentences = []
     for findings in found:
-        every = judged(findings)
+        study, every = findings.study, judged(findings)
         verdicts = [verdict for _, verdict in every]
         kinds = ("equivalent", "better", "inconclusive", "worse")
-        counts = [f"{verdicts.count(kind)} {kind}" for kind in kinds]
         lost = [
             f"{each.claim.first} on {each.setting.title} ({signed(each.difference.mean)})"
             for each, verdict in every
@@ -101,8 +100,8 @@ def verdict_words(found: Sequence[Findings]) -> list[str]:
         ]
         if every:
             sentences.append(
-                f"[{findings.study.title}](evidence/{findings.study.name}.md), by equivalence within "
-                f"{findings.study.margin or 0:g} point: of {len(every)} comparisons {join_words(counts)}"
+                f"[{study.title}](evidence/{study.name}.md), by equivalence within {study.margin or 0:g} point: of "
+                f"{len(every)} comparisons {join_words([f'{verdicts.count(kind)} {kind}' for kind in kinds])}"
                 f"{f': {join_words(lost)}' if lost else ''}."
             )
     return sentences

@@ -195,21 +195,6 @@ def _cifar10_noisy() -> Study:
 def _confirmation() -> Study:
     """Data and models on which no default was chosen, the cheap ones first."""
 
-    def setting(
-        name: str, title: str, config: Config, seeds: int, seconds: float, *methods: str
-    ) -> Setting:
-        return Setting(
-            name,
-            title,
-            config,
-            seeds,
-            seconds,
-            methods=methods or METHODS,
-            controls=(TWO_BATCHES[config.optimizer],),
-            tune=None,
-            large=() if methods else LARGE[:1],
-        )
-
     rows = Config(model="mlp", batch=32, lr=0.05)
     wine = _recorded(rows.replace(data="wine"), 600, eval_every=50)
     cancer = _recorded(rows.replace(data="breast-cancer"), 600, eval_every=20)
@@ -219,17 +204,28 @@ def _confirmation() -> Study:
     vit = _recorded(recipe("fashion-small-vit"), 40 * 31)
     epochs = 30
     cifar = _recorded(recipe("cifar100-small"), epochs * 78)
-    few = ("sgd", *RANDOM)
+    settings = [
+        Setting("wine", "wine, 89 rows, MLP", wine, 20, 2.0),
+        Setting("breast-cancer", "breast cancer, 284 rows, MLP", cancer, 20, 2.0),
+        Setting("mnist", "MNIST, 5,000 images, MLP", mnist, 10, 6.0),
+        Setting("fashion-vit", "Fashion-MNIST, 2,000 images, small ViT", vit, 10, 60.0),
+        Setting(
+            "cifar100", f"CIFAR-100, 10,000 images, {NARROW}", cifar, 5, 240.0, ("sgd", *RANDOM)
+        ),
+    ]
+    groups = [
+        replace(
+            setting,
+            controls=(TWO_BATCHES[setting.config.optimizer],),
+            tune=None,
+            large=LARGE[:1] if setting.methods == METHODS else (),
+        )
+        for setting in settings
+    ]
     return Study(
         "confirmation",
         "Confirmation of the defaults",
-        (
-            (setting("wine", "wine, 89 rows, MLP", wine, 20, 2.0),),
-            (setting("breast-cancer", "breast cancer, 284 rows, MLP", cancer, 20, 2.0),),
-            (setting("mnist", "MNIST, 5,000 images, MLP", mnist, 10, 6.0),),
-            (setting("fashion-vit", "Fashion-MNIST, 2,000 images, small ViT", vit, 10, 60.0),),
-            (setting("cifar100", f"CIFAR-100, 10,000 images, {NARROW}", cifar, 5, 240.0, *few),),
-        ),
+        tuple((setting,) for setting in groups),
         cut=(
             "It runs once, when the defaults are chosen, and chooses nothing: no default was chosen on these "
             "data sets with these models, and nothing is tuned. Training and test data are the same for all seeds.",

@@ -13,7 +13,7 @@ from studies.comparisons import (
     MATCH,
     RANDOM_GAINS,
     compared,
-    place_of,
+    places,
     trial_gains,
 )
 from studies.definitions import FEW
@@ -90,16 +90,15 @@ def gain_figure(found: Sequence[Findings]) -> Figure:
 def survival_figure(found: Sequence[Findings]) -> Figure:
     """Accuracy as trained and after each change, a panel for each setting that was measured."""
     shown = []
-    for findings in found:
-        for setting in findings.study.settings:
-            rows = {}
-            for name in map(setting.called, (*FEW[:2], *OURS)):
-                row = findings.row(setting, "defaults", name)
-                means = [row.mean(after) for after in (UNCHANGED, *CHANGES)]
-                if not all(map(math.isnan, means[1:])):
-                    rows[name] = means
-            if rows:
-                shown.append((place_of(findings.study, setting), rows))
+    for place, findings, setting in places(found):
+        rows = {}
+        for name in map(setting.called, (*FEW[:2], *OURS)):
+            row = findings.row(setting, "defaults", name)
+            means = [row.mean(after) for after in (UNCHANGED, *CHANGES)]
+            if not all(map(math.isnan, means[1:])):
+                rows[name] = means
+        if rows:
+            shown.append((place, rows))
     figure, axes = panels(len(shown), width=4.2, columns=2)
     for axis, (title, rows) in zip(axes, shown, strict=True):
         _lines(axis, {name: (range(len(means)), means) for name, means in rows.items()})

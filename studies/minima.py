@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,17 +32,14 @@ def measure(result: Result, curvature: bool = True, robust: bool = False) -> Non
     run = Run(result.folder)
     if (run.folder / FILE).exists():
         return
-    found: Record = {}
-    if result.status == "finished":
-        with _threads(result.config.threads):
-            if curvature:
-                problem = problem_of(run, SAMPLES, bn="recalibrate")
-                try:
-                    found = _measured(problem)
-                except (ValueError, RuntimeError) as error:  # one broken model must not end a study
-                    found = {"failed": str(error).partition("\n")[0]}
-            if robust:
-                found["robustness"] = _robustness(run, result.metric)
+    finished, threads = result.status == "finished", torch.get_num_threads()
+    torch.set_num_threads(result.config.threads or threads)  # other runs want the other cores
+    try:
+        found = _curvature(run) if finished and curvature else {}
+        if finished and robust:
+            found["robustness"] = _robustness(run, result.metric)
+    finally:
+        torch.set_num_threads(threads)
     run.write_json(FILE, found)
 
 
@@ -61,12 +55,16 @@ def _robustness(run: Run, metric: str) -> Record:
     return {**found.pop("recalibrated"), **found} if len(found) > 1 else found["as is"]
 
 
-def _measured(problem: analysis.Problem) -> Record:
-    eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
-    rise, average = (
-        analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
-        for case in ("worst", "average")
-    )
+def _curvature(run: Run) -> Record:
+    problem = problem_of(run, SAMPLES, bn="recalibrate")
+    try:
+        eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
+        rise, average = (
+            analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
+            for case in ("worst", "average")
+        )
+    except (ValueError, RuntimeError) as error:  # one broken model must not end a study
+        return {"failed": str(error).partition("\n")[0]}
     norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
     return {
         "samples": problem.samples,
@@ -80,17 +78,6 @@ def _measured(problem: analysis.Problem) -> Record:
     }
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """As many threads as the training had: other runs want the other cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def read(run: Run) -> Record:
     """What `measure` has written; nothing where it was not asked to."""
     file = run.folder / FILE
@@ -98,10 +85,6 @@ def read(run: Run) -> Record:
     return content
 
 
-def rounded(value: Any) -> Any:
-    """Numbers to four digits, as JSON can hold them; what is not finite becomes None."""
-    if isinstance(value, Tensor):
-        return rounded(value.tolist())
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+def rounded(value: float | Tensor) -> float | None:
+    """To four digits, as JSON can hold it; what is not finite becomes None."""
+    return float(f"{float(value):.4g}") if math.isfinite(value) else None

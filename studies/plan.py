@@ -104,12 +104,8 @@ def make_plan(study: Study, evidence: Evidence) -> Plan:
                     (parts["tuned"] if known else waiting).extend(_tuned(setting, method, spec))
         for part, found in parts.items():
             # Trials method by method: a strength is known when those of its method are done.
-            entries += found if part == "tuning" else sorted(found, key=_seed)
+            entries += found if part == "tuning" else sorted(found, key=lambda e: e.config.seed)
     return Plan(study, tuple(entries), tuple(waiting), choices)
-
-
-def _seed(entry: Entry) -> int:
-    return entry.config.seed
 
 
 @cache
@@ -158,11 +154,8 @@ def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], dict[str
         with suppress(UnfinishedError):
             spec = pinned(method)
             (chosen[method],) = tune_all([spec], setting.config, setting.tune, look)
-    return [Entry(setting, "tuning", _trial_name(job), job.config) for job in asked], chosen
-
-
-def _trial_name(job: Job) -> str:
-    return job.label.rpartition(" seed ")[0]
+    named = [(job.label.rpartition(" seed ")[0], job.config) for job in asked]
+    return [Entry(setting, "tuning", name, config) for name, config in named], chosen
 
 
 def _tuned(setting: Setting, method: str, spec: Spec) -> Iterator[Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from steppe.lab.comparison import costs
@@ -10,7 +11,7 @@ from steppe.lab.sentences import interval_words, p_words
 from steppe.lab.specs import label, parse
 from steppe.lab.statistics import ENOUGH, Difference, mean_words
 from steppe.lab.tables import Table, signed
-from studies.comparisons import compared, place_of
+from studies.comparisons import compared, places
 from studies.definitions import METHODS, Setting
 from studies.findings import CLAIMS, HOW, JUDGED, Claim, Findings, Pair, Row, asked
 from studies.plan import Part
@@ -26,22 +27,19 @@ MEASURES = {
 def gains_table(found: Sequence[Findings]) -> Table | None:
     """What each method gains at its default strength, a row for each setting."""
     rows = []
-    for findings in found:
-        for setting in findings.study.settings:
-            base, *others = (
-                findings.row(setting, "defaults", setting.called(method)) for method in METHODS
-            )
-            n = len(base.finished)
-            cells = [_gain(findings.gain(setting, row), n) for row in others]
-            if any(cell != "–" for cell in cells):
-                place = place_of(findings.study, setting)
-                rows.append((place, f"{base.mean():.2f}", *cells, str(n)))
-    names = [label(parse(method), "sgd") for method in METHODS[1:]]
+    for place, findings, setting in places(found):
+        names = map(setting.called, METHODS)
+        base, *others = (findings.row(setting, "defaults", name) for name in names)
+        n = len(base.finished)
+        cells = [_gain(findings.gain(setting, row), n) for row in others]
+        if any(cell != "–" for cell in cells):
+            rows.append((place, f"{base.mean():.2f}", *cells, str(n)))
+    methods = [label(parse(method), "sgd") for method in METHODS[1:]]
     note = (
         f"**Bold**: significant. In brackets: pairs of seeds, where they are fewer than n or {ENOUGH}; "
         f"below {ENOUGH} nothing is tested. SAM and MSAM are secondary."
     )
-    header = ("setting", "baseline, %", *names, "n")
+    header = ("setting", "baseline, %", *methods, "n")
     return Table(header, tuple(rows), notes=(note,)) if rows else None
 
 
@@ -126,24 +124,23 @@ def _cost(row: Row, *bases: Row) -> list[str]:
 def pairs_table(findings: Findings) -> Table | None:
     """The comparisons between two methods, with their intervals."""
     rows = []
-    for setting in findings.study.settings:
-        for part in JUDGED:
-            for pair in asked(setting):
-                made = findings.differences.get(Claim(setting.name, part, *pair))
-                if made is None:
-                    continue
-                strengths = [findings.row(setting, part, name).strength for name in pair]
-                rows.append(
-                    (
-                        f"{setting.title}, {HOW[part]}",
-                        " − ".join(pair),
-                        " and ".join(dict.fromkeys(strengths)),
-                        interval_words(made, 2),
-                        made.verdict.replace("no difference seen", "not significant"),
-                        f"{made.smallest:.2f}" if made.n > 1 else "–",
-                        str(made.n),
-                    )
+    for setting, part in itertools.product(findings.study.settings, JUDGED):
+        for pair in asked(setting):
+            made = findings.differences.get(Claim(setting.name, part, *pair))
+            if made is None:
+                continue
+            strengths = [findings.row(setting, part, name).strength for name in pair]
+            rows.append(
+                (
+                    f"{setting.title}, {HOW[part]}",
+                    " − ".join(pair),
+                    " and ".join(dict.fromkeys(strengths)),
+                    interval_words(made, 2),
+                    made.verdict.replace("no difference seen", "not significant"),
+                    f"{made.smallest:.2f}" if made.n > 1 else "–",
+                    str(made.n),
                 )
+            )
     header = (
         *("setting", "compared", "strengths", "points [interval]", "verdict"),
         *("minimum detectable difference", "n"),

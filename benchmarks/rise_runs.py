@@ -187,7 +187,6 @@ def train(run: Run, steps: int | None = None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             decay.step()
-
             if look is not None:
                 look.after(step, closure)
     if perturber is not None:

@@ -38,7 +38,7 @@ pictures: demo  ## run the demo, then write its pictures and the tables of the R
 demo-%: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)
 
-BENCHMARKS := step scaling launches memory parallel imports data analysis
+BENCHMARKS := step scaling launches memory parallel imports
 
 test: lint types unit  ## lint, types and tests
 
@@ -52,7 +52,7 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-bench: $(STAMP)  ## run every benchmark (an hour on two idle cores) and write docs/performance.md
+bench: $(STAMP)  ## run every benchmark (on two idle cores) and write docs/performance.md
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/memory.py --lora
 	$(BIN)/python benchmarks/page.py

@@ -14,11 +14,9 @@ small MLP, one thread, methods in turns.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import measure
@@ -31,15 +29,9 @@ from steppe.lab import models
 from steppe.strength import OPENING, PERIOD, REST
 
 METHODS = {
-    "RWP": steppe.rwp(0.01),
-    "ARWP": steppe.arwp(0.01),
+    **measure.METHODS,
     "ARWP, element-wise": steppe.arwp(0.01, elementwise=True),
-    "m-RWP": steppe.m_rwp(0.015),
-    "m-ARWP": steppe.m_arwp(0.015),
     "m-ARWP, element-wise": steppe.m_arwp(0.015, elementwise=True),
-    "SAM": steppe.sam(0.05),
-    "ASAM": steppe.asam(0.5),
-    "MSAM": steppe.msam(3.0),
     "LPF-SGD": steppe.lpf_sgd(0.01, samples=2),
     "antithetic RWP": steppe.antithetic_rwp(0.01),
     "RWP, rise": steppe.rwp(rise=0.05),
@@ -69,47 +61,18 @@ class Transformer(nn.Module):
         return output
 
 
-class Bench:
-    """A network, its optimizer and one batch."""
-
-    def __init__(self, net: str, device: str = "cpu", layers: int = 12) -> None:
-        torch.manual_seed(0)
-        with torch.device(device):
-            if net == "transformer":
-                self.model: nn.Module = Transformer(layers)
-                self.x = torch.randint(0, 16, (4, 6))
-                self.y = torch.randint(0, 16, (4, 6))
-            else:
-                shape = (3, 32, 32) if net == "resnet18" else (1, 8, 8)
-                self.model = models.build(net, classes=10, shape=shape)
-                self.x = torch.randn(64, *shape)
-                self.y = torch.randint(0, 10, (64,))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-
-    def loss(self, *batch: Tensor) -> Tensor:
-        x, y = batch or (self.x, self.y)
-        return nn.functional.cross_entropy(self.model(x), y)
-
-    def backward(self) -> None:
-        self.loss().backward()
-
-    def plain_step(self) -> None:
-        self.backward()
-        self.update()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step_with(self, method: steppe.Method) -> Callable[[], None]:
-        perturber = steppe.attach(self.model, self.optimizer, method)
-        batches = [(self.x, self.y)] * method.batches_needed
-
-        def step() -> None:
-            perturber.backward(self.loss, *batches)
-            self.update()
-
-        return step
+def bench(net: str, device: str = "cpu", layers: int = 12) -> measure.Bench:
+    """A network and one batch."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        if net == "transformer":
+            model: nn.Module = Transformer(layers)
+            x, y = torch.randint(0, 16, (2, 4, 6))
+        else:
+            shape = (3, 32, 32) if net == "resnet18" else (1, 8, 8)
+            model = models.build(net, classes=10, shape=shape)
+            x, y = torch.randn(64, *shape), torch.randint(0, 10, (64,))
+    return measure.Bench(model, measure.cross_entropy, x, y)
 
 
 class Operations(TorchDispatchMode):
@@ -137,7 +100,7 @@ def operations(call: Callable[[], object]) -> list[str]:
 @cache
 def of_training(net: str, layers: int, device: str) -> tuple[int, int]:
     """Operations of a forward and backward, and of SGD's step."""
-    plain = Bench(net, device, layers)
+    plain = bench(net, device, layers)
     plain.plain_step()
     return len(operations(plain.backward)), len(operations(plain.update))
 
@@ -145,7 +108,7 @@ def of_training(net: str, layers: int, device: str) -> tuple[int, int]:
 def added(method: steppe.Method, net: str, layers: int = 12, device: str = "meta") -> float:
     """Operations for each perturbed pass beyond forwards, backwards and the optimizer's step."""
     gradient, update = of_training(net, layers, device)
-    step = Bench(net, device, layers).step_with(method)
+    step = bench(net, device, layers).step_with(method)
     counted = math.lcm(PERIOD, REST) if method.steered else 1
     for _ in range(OPENING + 1 if method.steered else 2):  # the first steps look closely
         step()
@@ -158,34 +121,27 @@ def counts(depths: tuple[int, ...]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     nets = {f"transformer, {depth} layers": ("transformer", depth) for depth in depths}
     nets["ResNet-18"] = ("resnet18", 0)
-    print(f"{'operations for each perturbed pass':36}" + "".join(f"{name:>24}" for name in nets))
+    print("operations for each perturbed pass")
     for name, method in METHODS.items():
         found[name] = {key: added(method, net, depth) for key, (net, depth) in nets.items()}
-        print(f"{name:36}" + "".join(f"{value:>24.1f}" for value in found[name].values()))
+        print(f"{name:28}", found[name], flush=True)
     return found
 
 
 def times(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     found = {}
     for net, bars in TIME_BARS.items():
-        steps: dict[str, Callable[[], object]] = {"SGD": Bench(net).plain_step}
-        steps |= {name: Bench(net).step_with(method) for name, method in METHODS.items()}
-        taken = measure.in_turns(steps, rounds)
-        found[net] = {name: measure.summary(values) for name, values in taken.items()}
-        base = found[net]["SGD"]["median"]
-        print(f"\n{net}, ms a step, n = {rounds}")
-        for name, s in found[net].items():
-            bar = f"  (bar {bars[name]})" if name in bars else ""
-            print(f"{name:28}{s['median']:>9.3f}{s['median'] / base:>8.3f} x SGD{bar}")
+        print(f"\n{net}, bars {bars}")
+        steps: dict[str, measure.Step] = {"SGD": bench(net).plain_step}
+        steps |= {name: bench(net).step_with(method) for name, method in METHODS.items()}
+        found[net] = measure.show(measure.in_turns(steps, rounds), "ms")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "one depth, two rounds, few methods")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--counts-only", action="store_true", help="load does not matter to them")
-    parser.add_argument("--quick", action="store_true", help="one depth, two rounds, few methods")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     crowded = not arguments.counts_only and measure.busy()

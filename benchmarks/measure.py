@@ -15,11 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import steppe
 
 RESULTS = Path(__file__).parent / "results"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+Step = Callable[[], object]
+METHODS = {
+    "RWP": steppe.rwp(0.01),
+    "ARWP": steppe.arwp(0.01),
+    "m-RWP": steppe.m_rwp(0.015),
+    "m-ARWP": steppe.m_arwp(0.015),
+    "SAM": steppe.sam(0.05),
+    "ASAM": steppe.asam(0.5),
+    "MSAM": steppe.msam(3.0),
+}
 
 
 def parser(doc: str, quick: str) -> argparse.ArgumentParser:
@@ -63,29 +74,61 @@ def _used_seconds() -> float:
     return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
 
 
-def in_turns(
-    contenders: Mapping[str, Callable[[], object]],
-    rounds: int,
-    repeats: Mapping[str, int] = {},
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Milliseconds per call: A, B, A, B, …, each called `repeats` times (once) in its turn.
-
-    One turn before these warms up and compiles.
-    """
+def in_turns(contenders: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds per call: A, B, A, B, …; one turn before these warms up and compiles."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, call in contenders.items():
-            count = repeats.get(name, 1)
-            begin = clock()
-            for _ in range(count):
-                call()
+            begin = time.perf_counter()
+            call()
             if turn:
-                times[name].append(1e3 * (clock() - begin) / count)
+                times[name].append(1e3 * (time.perf_counter() - begin))
     return times
 
 
-def added_by(perturber: steppe.Perturber) -> Callable[[], None]:
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+class Bench:
+    """A network, its optimizer, loss and batch: each contender has its own."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Tensor], *batch: Tensor, momentum: float = 0.9
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.loss = lambda *inputs: loss(model, *inputs)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
+
+    def backward(self) -> None:
+        self.loss(*self.batch).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def plain_step(self) -> None:
+        self.backward()
+        self.update()
+
+    def step_with(self, method: steppe.Method) -> Step:
+        perturber = steppe.attach(self.model, self.optimizer, method)
+        batches = [self.batch] * method.batches_needed
+
+        def step() -> None:
+            perturber.backward(self.loss, *batches)
+            self.update()
+
+        return step
+
+    def added_by(self, method: steppe.Method) -> Step:
+        """Only what a one-pass method adds to a step, on gradients that are already there."""
+        perturber = steppe.attach(self.model, self.optimizer, method)
+        self.backward()
+        return added_by(perturber)
+
+
+def added_by(perturber: steppe.Perturber) -> Step:
     """What a one-pass method adds to a step: move, put back, learn from the gradients there are."""
     training = perturber._training
 
@@ -119,11 +162,12 @@ def stored(name: str, out: Path | None = None) -> dict[str, Any]:
 
 
 def show(times: Mapping[str, Sequence[float]], unit: str) -> dict[str, dict[str, float]]:
-    """Print median, quartiles and n of each, and give them."""
+    """Print median, quartiles, n and the multiple of the first one's median, and give them."""
     found = {name: summary(values) for name, values in times.items()}
+    first = next(iter(found.values()))["median"]
     for name, s in found.items():
-        quartiles = f"[{s['low']:.3f}, {s['high']:.3f}]"
-        print(f"{name:42}{s['median']:10.3f} {unit} {quartiles}, n = {s['n']:.0f}", flush=True)
+        quartiles = f"[{s['low']:.3f}, {s['high']:.3f}], n = {s['n']:.0f}"
+        print(f"{name:42}{s['median']:10.3f} {unit} {quartiles}, × {s['median'] / first:.3f}")
     return found
 
 

@@ -16,40 +16,32 @@ run, for both, with what it keeps.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 import measure
 import torch
-from released import ReleasedARWP
 from torch import nn
 
 import steppe
 
 METHODS = {
-    "RWP": steppe.rwp(0.001),
-    "ARWP": steppe.arwp(0.001),
-    "MSAM": steppe.msam(0.1),
-    "ARWP, element-wise": steppe.arwp(0.001, elementwise=True),
-    "SAM": steppe.sam(0.05),
-    "ASAM": steppe.asam(0.05),
-    "m-RWP": steppe.m_rwp(0.001),
-    "m-ARWP": steppe.m_arwp(0.001),
-    "m-ARWP, element-wise": steppe.m_arwp(0.001, elementwise=True),
+    "RWP": (steppe.rwp(0.001), 1.1),
+    "ARWP": (steppe.arwp(0.001), 1.1),
+    "MSAM": (steppe.msam(0.1), 2.1),
+    "ARWP, element-wise": (steppe.arwp(0.001, elementwise=True), 2.1),
+    "SAM": (steppe.sam(0.05), None),
+    "ASAM": (steppe.asam(0.05), None),
+    "m-RWP": (steppe.m_rwp(0.001), 2.1),
+    "m-ARWP": (steppe.m_arwp(0.001), 2.1),
+    "m-ARWP, element-wise": (steppe.m_arwp(0.001, elementwise=True), None),
 }
-BARS = {
-    "RWP": 1.1,
-    "ARWP": 1.1,
-    "MSAM": 2.1,
-    "ARWP, element-wise": 2.1,
-    "m-RWP": 2.1,
-    "m-ARWP": 2.1,
-}
+"""By name the method and its bar, where there is one."""
 LORA_BAR = 0.15
 ROWS, FIRST_STEPS, STEPS = 512, 11, 4
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -60,23 +52,11 @@ def train(name: str, layers: int, width: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(4, width)
-    if name == "ARWP, released form":
-        released = ReleasedARWP(model, 0.001)
-        for _ in range(3):
-            released.perturb()
-            model(x).square().mean().backward()
-            released.restore()
-            optimizer.step()
-            optimizer.zero_grad()
-    else:
-        method = METHODS.get(name, steppe.sgd())
-        perturber = steppe.attach(model, optimizer, method)
-        for _ in range(3):
-            perturber.backward(lambda: model(x).square().mean(), *[()] * method.batches_needed)
-            optimizer.step()
-            optimizer.zero_grad()
+    bench = measure.Bench(model, lambda model, x: model(x).square().mean(), x, momentum=0.0)
+    step = bench.step_with(METHODS[name][0] if name in METHODS else steppe.sgd())
+    for _ in range(3):
+        step()
     print_peak()
 
 
@@ -114,63 +94,52 @@ def print_peak() -> None:
 
 
 def peak_of(
-    name: str, layers: int, width: int, environment: dict[str, str] | None = None
+    name: str, sizes: argparse.Namespace, environment: Mapping[str, str] = {}
 ) -> list[float]:
-    command = [
-        sys.executable,
-        __file__,
-        "--one",
-        name,
-        "--layers",
-        str(layers),
-        "--width",
-        str(width),
-    ]
+    """What the process of one contender prints."""
+    command = [sys.executable, __file__, "--one", name]
+    command += ["--layers", str(sizes.layers), "--width", str(sizes.width)]
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **(environment or {})},
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
     )
     return [float(line) for line in done.stdout.split()]
 
 
-def compare_lora(size: int, arguments: argparse.Namespace) -> None:
-    """Flat-LoRA beside LoRA, each in a process of its own; written to a result of its own."""
+def compare_lora(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Flat-LoRA beside LoRA, each in a process of its own."""
     print(f"{size // 4:,} frozen parameters, {ROWS} rows a step; over LoRA, in copies of them")
-    lora = {}
+    found = {}
     for dtype in ("float32",) if arguments.quick else ("float32", "bfloat16"):
-        names, size_of = (
-            (f"LoRA, {dtype}", f"Flat-LoRA, {dtype}"),
-            (arguments.layers, arguments.width),
-        )
-        seconds = [peak_of(name, *size_of)[0] for name in names]
-        peaks = [peak_of(name, *size_of, GIVES_BACK)[1] for name in names]
-        name = f"Flat-LoRA, {dtype}"
-        its = size * getattr(torch, dtype).itemsize / 4
-        lora[name] = {
-            "copies": (peaks[1] - peaks[0]) / its,
-            "seconds": seconds[1],
-            "times LoRA": seconds[1] / seconds[0],
+        names = (f"LoRA, {dtype}", f"Flat-LoRA, {dtype}")
+        base, seconds = (peak_of(name, arguments)[0] for name in names)
+        plain, peak = (peak_of(name, arguments, GIVES_BACK)[1] for name in names)
+        found[names[1]] = {
+            "copies": (peak - plain) / (size * getattr(torch, dtype).itemsize / 4),
+            "seconds": seconds,
+            "times LoRA": seconds / base,
         }
-        print(
-            f"{name:24}{lora[name]['copies']:>7.2f}  (bar {LORA_BAR})  "
-            f"{seconds[1]:.2f} s a step, {lora[name]['times LoRA']:.2f} times LoRA",
-            flush=True,
-        )
-    result = {"parameters": size // 4, "rows": ROWS, "bar": LORA_BAR, "lora": lora}
-    print("written to", measure.write("lora", json.loads(json.dumps(result)), arguments.out))
+        print(names[1], found[names[1]], f"(bar {LORA_BAR} copies)", flush=True)
+    return {"parameters": size // 4, "rows": ROWS, "bar": LORA_BAR, "lora": found}
+
+
+def compare(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The methods beside SGD, each in a process of its own."""
+    print(f"{size // 4:,} parameters; extra peak memory over SGD, in copies of them")
+    (plain,) = peak_of("SGD", arguments)
+    found = {}
+    for name in ("RWP", "MSAM", "SAM") if arguments.quick else METHODS:
+        found[name] = (peak_of(name, arguments)[0] - plain) / size
+        print(f"{name:24}{found[name]:>7.2f}  (bar {METHODS[name][1]})", flush=True)
+    bars = {name: bar for name, (_, bar) in METHODS.items() if bar}
+    return {"parameters": size // 4, "copies": found, "bars": bars}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measure.parser(__doc__, "a small network, three contenders")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--quick", action="store_true", help="a small network, three contenders")
     parser.add_argument("--lora", action="store_true", help="Flat-LoRA beside LoRA, nothing else")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
     arguments = parser.parse_args()
     if arguments.one:
         run = train_lora if "LoRA" in arguments.one else train
@@ -178,20 +147,9 @@ def main() -> None:
         return
     if arguments.quick:
         arguments.layers = 1
-    names = ["RWP", "MSAM", "SAM"] if arguments.quick else [*METHODS, "ARWP, released form"]
     size = 4 * arguments.layers * (arguments.width**2 + arguments.width)
-    if arguments.lora:
-        compare_lora(size, arguments)
-        return
-    (plain,) = peak_of("SGD", arguments.layers, arguments.width)
-    print(f"{size // 4:,} parameters; extra peak memory over SGD, in copies of them")
-    found = {}
-    for name in names:
-        found[name] = (peak_of(name, arguments.layers, arguments.width)[0] - plain) / size
-        bar = f"  (bar {BARS[name]})" if name in BARS else ""
-        print(f"{name:24}{found[name]:>7.2f}{bar}", flush=True)
-    result = {"parameters": size // 4, "copies": found, "bars": BARS}
-    print("written to", measure.write("memory", json.loads(json.dumps(result)), arguments.out))
+    name, work = ("lora", compare_lora) if arguments.lora else ("memory", compare)
+    print("written to", measure.write(name, work(size, arguments), arguments.out))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,53 +33,46 @@ import measure
 import steppe
 from steppe.lab import models
 
-Step = Callable[[], None]
 
-
-def contender(method: steppe.Method, batch: int, width: float, group: Any, **options: Any) -> Step:
+def contender(
+    method: steppe.Method, batch: int, width: float, group: Any, **options: Any
+) -> measure.Step:
     """One training step of a method under DDP in the given group, with its own batch."""
     torch.manual_seed(0)
     model = models.build("resnet18", classes=10, shape=(3, 32, 32), width=width)
     model = DDP(model.to(memory_format=torch.channels_last), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    perturber = steppe.attach(model, optimizer, method, **options)
     x = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (batch,))
+    bench = measure.Bench(model, measure.cross_entropy, x, y)
+    perturber = steppe.attach(model, bench.optimizer, method, **options)
 
     def step() -> None:
-        perturber.backward(lambda: nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+        perturber.backward(lambda: bench.loss(x, y))
+        bench.update()
 
     return step
 
 
-def contenders(batch: int, width: float) -> dict[str, tuple[Step, bool]]:
+def contenders(batch: int, width: float) -> dict[str, tuple[measure.Step, bool]]:
     """Each contender's step, and whether both processes take part in it."""
     alone, both = dist.new_group([0]), dist.group.WORLD
-    sgd, sam, first = steppe.sgd(), steppe.sam(), dist.get_rank() == 0
-    found: dict[str, tuple[Step, bool]] = {}
-    for name, method in {"SGD, one process": sgd, "SAM, one process": sam}.items():
-        step = contender(method, batch, width, alone) if first else lambda: None
-        found[name] = (step, False)
-    for name, method, size in (
-        ("SGD, two processes, half a batch each", sgd, batch // 2),
-        ("SAM, two processes, half a batch each", sam, batch // 2),
-        ("SGD, two processes, a batch each", sgd, batch),
-        ("m-ARWP, two processes, a batch each", steppe.m_arwp(0.015), batch),
+    sgd, sam, half = steppe.sgd(), steppe.sam(), batch // 2
+    found: dict[str, tuple[measure.Step, bool]] = {}
+    for name, method, size, group in (
+        ("SGD, one process", sgd, batch, alone),
+        ("SAM, one process", sam, batch, alone),
+        ("SGD, two processes, half a batch each", sgd, half, both),
+        ("SAM, two processes, half a batch each", sam, half, both),
+        ("SGD, two processes, a batch each", sgd, batch, both),
+        ("m-ARWP, two processes, a batch each", steppe.m_arwp(0.015), batch, both),
     ):
-        found[name] = (contender(method, size, width, both), True)
+        mine = group is both or dist.get_rank() == 0
+        step = contender(method, size, width, group) if mine else lambda: None
+        found[name] = (step, group is both)
     return found
 
 
-def gradient_exchange(width: float) -> Step:
-    """The all-reduce of one gradient, alone."""
-    model = models.build("resnet18", classes=10, shape=(3, 32, 32), width=width)
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-    return lambda: dist.all_reduce(flat)
-
-
-def in_turns(steps: dict[str, tuple[Step, bool]], rounds: int) -> dict[str, list[float]]:
+def in_turns(steps: dict[str, tuple[measure.Step, bool]], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, (step, _) in steps.items():
@@ -95,7 +86,7 @@ def in_turns(steps: dict[str, tuple[Step, bool]], rounds: int) -> dict[str, list
     return times
 
 
-def bytes_sent(step: Step) -> int:
+def bytes_sent(step: measure.Step) -> int:
     """What this rank puts into collectives in one step, read off torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         step()
@@ -107,7 +98,6 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     load = measure.environment()["load"]
     steps = contenders(arguments.batch, arguments.width)
-    steps["all-reduce of the gradient alone"] = (gradient_exchange(arguments.width), True)
     times = in_turns(steps, arguments.rounds)
     volumes = {name: bytes_sent(step) for name, (step, both) in steps.items() if both}
     climb = contender(
@@ -116,39 +106,12 @@ def work(arguments: argparse.Namespace) -> None:
     climb()  # DDP settles its buckets in the first step
     volumes["SAM, two processes, global ascent"] = bytes_sent(climb)
     if dist.get_rank() == 0:
-        report(arguments, times, volumes, load)
+        result = {"batch": arguments.batch, "width": arguments.width, "load_before": load}
+        result |= {"times": measure.show(times, "s"), "bytes": volumes}
+        for name, count in volumes.items():
+            print(f"{name:42}{count / 1e6:10.2f} MB sent")
+        print("written to", measure.write("parallel", result, arguments.out))
     dist.barrier()
-
-
-def report(
-    arguments: argparse.Namespace,
-    times: dict[str, list[float]],
-    volumes: dict[str, int],
-    load: float,
-) -> None:
-    found = measure.show(times, "s")
-    for name, count in volumes.items():
-        print(f"{name:42}{count / 1e6:10.2f} MB sent")
-    base, floor, ours = (
-        found[name]["median"]
-        for name in (
-            "SGD, one process",
-            "SGD, two processes, a batch each",
-            "m-ARWP, two processes, a batch each",
-        )
-    )
-    over = f"{ours / base:.2f} × SGD in one, {ours / floor:.2f} × two-process SGD"
-    print(f"m-ARWP over two processes: {over}")
-    result = {
-        "batch": arguments.batch,
-        "width": arguments.width,
-        "load_before": load,
-        "times": found,
-        "bytes": volumes,
-        "m_arwp_over_sgd": ours / base,
-        "m_arwp_over_two_process_sgd": ours / floor,
-    }
-    print("written to", measure.write("parallel", result, arguments.out))
 
 
 def main() -> None:

@@ -4,8 +4,9 @@
     python benchmarks/rise.py choose                       what the runs so far choose
 
 Stage 1 picks the ramp and the bound, stage 2 the rise of one-pass and of mixed methods, stage 3 msam's
-rho; stage 4 chooses nothing and compares the rise with a ratio, ARWP and no rest steps. Each run is a line of `benchmarks/results/rise.jsonl`, written when it ends; the same command takes
-up where it was stopped. What is chosen is a function of these lines alone.
+rho; stage 4 chooses nothing and compares the rise with a ratio, ARWP and no rest steps. Each run is a line of
+`benchmarks/results/rise.jsonl`, written when it ends; the same command resumes. What is chosen is a function of
+these lines alone.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rise_settings import SETTINGS, Run, train
+from rise_runs import Lines, Run, found, missing, read, train
+from rise_settings import SETTINGS
+
+from steppe.lab.statistics import mean_std
 
 LINES = Path(__file__).parent / "results" / "rise.jsonl"
 FIRST_SEED = 30_000
@@ -32,22 +36,13 @@ RATIOS = (0.05, 0.1, 0.2, 0.4)
 RHOS = (0.05, 0.1, 0.2, 0.4)
 COMBINATIONS = tuple(itertools.product((4, 2), (0.5, 0.3)))
 """Power of the ramp and bound of the relative displacement."""
-STAGE_1 = (
-    "regression",
-    "mlp-clean",
-    "mlp-wrong",
-    "resnet-clean",
-    "resnet-wrong",
-    "vit-clean",
-    "fashion",
-)
+STAGE_1 = [name for name in SETTINGS if not name.startswith(("lm", "vit-wrong", "cifar10"))]
 STAGE_1_RISES, STAGE_1_SEEDS, STAGE_3_SEEDS = (0.05, 0.2), 3, 5
 MEAN, NOTICED, WORST, MOST = -0.1, 0.3, -1.0, 1.0
 """Points: the least mean over settings; the loss on one that counts unless two standard errors are more;
 the least on any one; the most that one setting adds to the mean."""
 ACTIVE = 4
 """Settings on which a rise has to do something."""
-Lines = Mapping[Run, Mapping[str, Any]]
 
 
 class Gain(NamedTuple):
@@ -72,7 +67,7 @@ class Verdict(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return statistics.mean(min(gain.mean, MOST) for gain in self.gains.values())
+        return mean_std([min(gain.mean, MOST) for gain in self.gains.values()])[0]
 
     @property
     def active(self) -> list[str]:
@@ -108,15 +103,15 @@ def stage_3(lines: Lines) -> Iterator[Run]:
 
 def stage_4() -> Iterator[Run]:
     """Questions that choose nothing: rise against ratio under the same ramp; ARWP; no rest steps."""
+    cells = [
+        *itertools.product(["rwp"], RISES),
+        *itertools.product(["ramped ratio"], RATIOS),
+        *itertools.product(["arwp", "no rest"], (0.02, 0.2)),
+    ]
     for setting in SETTINGS:
         if setting.startswith(("mlp", "resnet", "vit", "fashion")):
-            for seed in seeds(setting, STAGE_1_SEEDS):
-                cells = [
-                    *itertools.product(["rwp"], RISES),
-                    *itertools.product(["ramped ratio"], RATIOS),
-                ]
-                cells += itertools.product(["arwp", "no rest"], (0.02, 0.2))
-                yield from (Run(setting, *cell, 2, 0.5, seed) for cell in cells)
+            for seed, cell in itertools.product(seeds(setting, STAGE_1_SEEDS), cells):
+                yield Run(setting, *cell, 2, 0.5, seed)
 
 
 def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> Iterator[Run]:
@@ -125,112 +120,85 @@ def largest_first(lines: Lines, cells: list[Run], most: int | None = None) -> It
     for cell in sorted(cells, key=lambda run: -run.strength):
         runs = [replace(cell, setting=s, seed=seed) for s in SETTINGS for seed in seeds(s, most)]
         verdict = judge(lines, runs)
-        lost = {} if verdict is None else {n: g for n, g in verdict.gains.items() if g.loses}
-        if not any(gain.n == len(seeds(name, most)) for name, gain in lost.items()) and (
-            not complete(lines, runs) or (verdict is not None and verdict.passes)
-        ):
+        lost = {name: gain for name, gain in verdict.gains.items() if gain.loses}
+        given_up = any(gain.n == len(seeds(name, most)) for name, gain in lost.items())
+        if not given_up and (verdict.passes or missing(lines, runs)):
             yield from sorted(runs, key=lambda run: run.setting not in lost)
             return
         yield from (run for run in runs if found(lines, run) is not None)
 
 
-def found(lines: Lines, run: Run) -> Mapping[str, Any] | None:
-    """The run's line. One whose ratio never reached .3 is the same run under either bound."""
-    if run in lines:
-        return lines[run]
-    if run.bound == 0.3:
-        other = lines.get(replace(run, bound=0.5))
-        if other is not None and other["highest"] < 0.3:
-            return other
-    return None
+def judge(lines: Lines, runs: Iterable[Run]) -> Verdict:
+    """The rule on those of the runs that are there with their baselines; without any it does not pass."""
+    there = [run for run in runs if not missing(lines, [run])]
+    shares: dict[str, list[float]] = {}
+    for run in there:
+        line = found(lines, run) or {}
+        if run.strength and "measured" in line:
+            shares.setdefault(run.setting, []).append(line["measured"] / run.strength)
+    means = {name: statistics.mean(values) for name, values in shares.items()}
+    return Verdict(gains(lines, there), means)
 
 
-def judge(lines: Lines, runs: Iterable[Run]) -> Verdict | None:
-    """The rule on those of the runs that are there with their baselines; None without any."""
-    gains: dict[str, list[float]] = {}
-    measured: dict[str, list[float]] = {}
+def gains(lines: Lines, runs: Iterable[Run], score: str = "score") -> dict[str, Gain]:
+    """By setting what the runs gain over their baselines, as trained or after a change."""
+    points: dict[str, list[float]] = {}
     for run in runs:
         line, plain = found(lines, run), found(lines, run.baseline)
-        if line is None or plain is None:
-            continue
-        points = SETTINGS[run.setting].points * (line["score"] - plain["score"])
-        gains.setdefault(run.setting, []).append(points if math.isfinite(points) else -100.0)
-        if run.strength and "measured" in line:
-            measured.setdefault(run.setting, []).append(line["measured"] / run.strength)
-    if not gains:
-        return None
-    means = {name: statistics.mean(values) for name, values in measured.items()}
-    return Verdict({name: gain_of(values) for name, values in gains.items()}, means)
+        if line is not None and plain is not None:
+            gain = SETTINGS[run.setting].points * (line[score] - plain[score])
+            points.setdefault(run.setting, []).append(gain if math.isfinite(gain) else -100.0)
+    made = {}
+    for name, values in points.items():
+        mean, std = mean_std(values)
+        error = std / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        made[name] = Gain(mean, error, len(values))
+    return made
 
 
-def gain_of(values: list[float]) -> Gain:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Gain(statistics.mean(values), error, len(values))
-
-
-def complete(lines: Lines, runs: Iterable[Run]) -> bool:
-    return not missing(lines, runs)
-
-
-def missing(lines: Lines, runs: Iterable[Run]) -> list[Run]:
-    """What is still to be trained, baselines included."""
-    wanted = dict.fromkeys(run for each in runs for run in (each.baseline, each))
-    return [run for run in wanted if found(lines, run) is None]
+def cells(runs: Iterable[Run]) -> dict[Run, list[Run]]:
+    """The runs by all that makes them but setting and seed."""
+    made: dict[Run, list[Run]] = {}
+    for run in runs:
+        made.setdefault(replace(run, setting="", seed=0), []).append(run)
+    return made
 
 
 def to_do(lines: Lines) -> list[Run]:
     """The next runs of the first stage that is not complete; CIFAR-10, which takes longest, at the end."""
-    left = missing(
-        lines, sorted(stage_1(), key=lambda run: (SETTINGS[run.setting].seconds, -run.bound))
-    )
-    if not left:
-        chosen = missing(lines, stage_2(lines, *combination(lines)))
-        stages = (chosen, missing(lines, stage_3(lines)))
-        short = [[run for run in runs if run.setting != "cifar10"] for runs in stages]
-        left = next((runs for runs in (*short, *stages) if runs), [])
-    return left or missing(lines, stage_4())
+    stages = (stage_1(), stage_2(lines, *combination(lines)), stage_3(lines), stage_4())
+    first, *choosing, last = (missing(lines, stage) for stage in stages)
+    short = [[run for run in runs if run.setting != "cifar10"] for runs in choosing]
+    return next((runs for runs in (first, *short, *choosing, last) if runs), [])
 
 
 def combination(lines: Lines) -> tuple[int, float]:
     """Stage 1: where a rise that passes and does something gives the most, by the mean share times the
     rise asked."""
     best, chosen = -1.0, COMBINATIONS[0]
-    for combo, rise in itertools.product(COMBINATIONS, STAGE_1_RISES):
-        runs = [r for r in stage_1() if (r.power, r.bound) == combo and r.strength == rise]
+    for cell, runs in cells(stage_1()).items():
         verdict = judge(lines, runs)
-        if verdict is not None and verdict.passes and len(verdict.active) >= ACTIVE:
-            given = rise * statistics.mean(min(1.0, m) for m in verdict.measured.values())
+        if verdict.passes and len(verdict.active) >= ACTIVE:
+            given = cell.strength * statistics.mean(min(1.0, m) for m in verdict.measured.values())
             if given > best:
-                best, chosen = given, combo
+                best, chosen = given, (cell.power, cell.bound)
     return chosen
 
 
 def largest(lines: Lines, runs: Iterable[Run]) -> dict[str, float]:
     """For each method the largest strength that passes, where one does."""
     by_method: dict[str, float] = {}
-    cells: dict[tuple[str, float], list[Run]] = {}
-    for run in runs:
-        cells.setdefault((run.method, run.strength), []).append(run)
-    for (method, strength), cell in cells.items():
-        verdict = judge(lines, cell)
-        if verdict is not None and verdict.passes:
-            by_method[method] = max(strength, by_method.get(method, 0.0))
+    for cell, mine in cells(runs).items():
+        if judge(lines, mine).passes:
+            by_method[cell.method] = max(cell.strength, by_method.get(cell.method, 0.0))
     return by_method
 
 
-def does_something(lines: Lines, runs: list[Run]) -> tuple[list[str], dict[str, Gain]]:
-    """Settings where half of the rise is measured, and those that gain after rounding or pruning."""
-    verdict = judge(lines, runs)
-    active = verdict.active if verdict else []
-    gains: dict[str, Gain] = {}
-    for name, change in itertools.product(SETTINGS, ("two_bits", "pruned")):
-        pairs = [(found(lines, r), found(lines, r.baseline)) for r in runs if r.setting == name]
-        values = [a[change] - b[change] for a, b in pairs if a is not None and b is not None]
-        if len(values) > 1:
-            gain = gain_of([SETTINGS[name].points * value for value in values])
-            if gain.mean > 2 * gain.stderr:
-                gains[f"{name} {change}"] = gain
-    return active, gains
+def compressed(lines: Lines, runs: list[Run]) -> dict[str, Gain]:
+    """What is gained significantly after rounding or pruning."""
+    changes = {change: gains(lines, runs, change) for change in ("two_bits", "pruned")}
+    every = {f"{name} {change}": g for change, made in changes.items() for name, g in made.items()}
+    return {name: gain for name, gain in every.items() if gain.mean > 2 * gain.stderr}
 
 
 def agreement(lines: Lines) -> dict[str, tuple[float, float, int]]:
@@ -247,63 +215,58 @@ def agreement(lines: Lines) -> dict[str, tuple[float, float, int]]:
     }
 
 
-def read(path: Path) -> dict[Run, dict[str, Any]]:
-    names = [field.name for field in fields(Run)]
-    kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {Run(**{name: line[name] for name in names}): line for line in kept}
+def show(title: str, verdict: Verdict) -> None:
+    if verdict.gains:
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in verdict.measured.items())
+        print(f"{title}: mean {verdict.mean:+.2f}, {'passes' if verdict.passes else 'fails'}")
+        print("   ", listed(verdict.gains))
+        print("    measured / asked:", shares or "not measured")
 
 
-def show(title: str, verdict: Verdict | None) -> None:
-    if verdict is None:
-        return
-    cells = [f"{name} {g.mean:+.2f} ± {g.stderr:.2f} ({g.n})" + " loses" * g.loses
-             for name, g in verdict.gains.items()]  # fmt: skip
-    shares = ", ".join(f"{name} {share:.2f}" for name, share in verdict.measured.items())
-    print(f"{title}: mean {verdict.mean:+.2f}, {'passes' if verdict.passes else 'fails'}")
-    print("   ", "; ".join(cells))
-    if shares:
-        print("    measured / asked:", shares)
+def listed(gains: Mapping[str, Gain]) -> str:
+    return "; ".join(
+        f"{name} {gain.mean:+.2f} ± {gain.stderr:.2f} ({gain.n})" + " loses" * gain.loses
+        for name, gain in gains.items()
+    )
 
 
 def choose(lines: Lines) -> None:
     power, bound = combination(lines)
-    for (p, b), rise in itertools.product(COMBINATIONS, STAGE_1_RISES):
-        runs = [r for r in stage_1() if (r.power, r.bound, r.strength) == (p, b, rise)]
-        show(f"stage 1: power {p}, bound {b}, rise {rise}", judge(lines, runs))
-    print(f"chosen: power {power}, bound {bound}", "" if complete(lines, stage_1()) else "(so far)")
-    for stage, runs in ((2, list(stage_2(lines, power, bound))), (3, list(stage_3(lines)))):
-        cells = sorted({(r.method, r.strength) for r in runs})
-        for method, strength in cells:
-            mine = [r for r in runs if (r.method, r.strength) == (method, strength)]
-            show(f"stage {stage}: {method} {strength}", judge(lines, mine))
+    stages = (stage_1(), stage_2(lines, power, bound), stage_3(lines), stage_4())
+    for number, stage in enumerate(stages, 1):
+        runs = list(stage)
+        by_cell = cells(runs)
+        for cell, mine in by_cell.items():
+            title = f"stage {number}: {cell.method} {cell.strength}"
+            show(f"{title}, power {cell.power}, bound {cell.bound}", judge(lines, mine))
         left = len(missing(lines, runs))
-        for method, strength in largest(lines, runs).items():
-            print(f"chosen: {method} {strength}", f"(so far: {left} runs are missing)" * bool(left))
-            mine = [r for r in runs if (r.method, r.strength) == (method, strength)]
-            active, gains = does_something(lines, mine)
-            print(f"    half of the rise or more on: {', '.join(active) or 'none'}")
-            print(
-                "    gains:",
-                ", ".join(f"{k} {g.mean:+.1f} ± {g.stderr:.1f}" for k, g in gains.items()),
-            )
-
-    print(
-        "stage 4: three seeds of each setting, and what the best value of each kind loses at worst"
-    )
-    cells = {(r.method, r.strength): r for r in stage_4()}
-    worst: dict[str, tuple[float, float, str]] = {}
-    for method, strength in cells:
-        verdict = judge(
-            lines, [r for r in stage_4() if (r.method, r.strength) == (method, strength)]
-        )
-        show(f"stage 4: {method} {strength}", verdict)
-        if verdict is not None:
-            gain, name = min((gain.mean, name) for name, gain in verdict.gains.items())
-            worst[method] = max(worst.get(method, (-math.inf, 0.0, "")), (gain, strength, name))
-    for method, (gain, strength, name) in worst.items():
-        print(f"    {method}: {strength} loses at most {-gain:.2f} ({name})")
+        so_far = f"(so far: {left} runs are missing)" * bool(left)
+        if number == 1:
+            print(f"chosen: power {power}, bound {bound}", so_far)
+        elif number == 4:
+            worst_losses(lines, by_cell)
+        else:
+            chosen = largest(lines, runs)
+            for cell, mine in by_cell.items():
+                if chosen.get(cell.method) == cell.strength:
+                    active = judge(lines, mine).active
+                    print(f"chosen: {cell.method} {cell.strength}", so_far)
+                    print(f"    half of the rise or more on: {', '.join(active) or 'none'}")
+                    print("    gains after a change:", listed(compressed(lines, mine)))
     for name, (median, within, n) in agreement(lines).items():
         print(f"probe / (meter / 2), {name}: {median:.2f}, {within:.0%} within [.5, 2] (n = {n})")
+
+
+def worst_losses(lines: Lines, by_cell: Mapping[Run, list[Run]]) -> None:
+    """For each kind of strength what its best value loses on its worst setting."""
+    worst: dict[str, tuple[float, float, str]] = {}
+    for cell, runs in by_cell.items():
+        if made := gains(lines, runs):
+            gain, name = min((gain.mean, name) for name, gain in made.items())
+            before = worst.get(cell.method, (-math.inf, 0.0, ""))
+            worst[cell.method] = max(before, (gain, cell.strength, name))
+    for method, (gain, strength, name) in worst.items():
+        print(f"    {method}: {strength} loses at most {-gain:.2f} ({name})")
 
 
 def work(path: Path, jobs: int, minutes: float) -> None:

@@ -18,7 +18,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.progress import duration
 from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.tables import Table
-from studies.definitions import RETIRED, STUDIES, study
+from studies.definitions import STUDIES, study
 from studies.evidence import DEFAULT_EVIDENCE, Evidence
 from studies.plan import PARTS, Part, Plan, make_plan
 from studies.runner import Limits, run_study
@@ -71,7 +71,10 @@ class Command:
             if self.archive is not None:
                 self._archive(self.archive)
             if self.page:
-                self._write_page()
+                from studies.page import write_page
+
+                files = write_page(self.evidence, self.docs)
+                logger.info("written to %s, with %d more files", files[0], len(files) - 1)
             return
         if self.jobs < 0:
             raise LabError(f"jobs must be at least 0, got {self.jobs}.")
@@ -102,17 +105,10 @@ class Command:
             progress=False if self.quiet else None,
         )
 
-    def _write_page(self) -> None:
-        from studies.page import write_page
-
-        files = write_page(self.evidence, self.docs)
-        logger.info("written to %s, with %d more files", files[0], len(files) - 1)
-
     def _archive(self, name: str) -> None:
-        for each in (*STUDIES.values(), *RETIRED.values()):
+        for each in STUDIES.values():
             evidence = Evidence(self.evidence, each.name)
-            used = make_plan(each, evidence).entries if each.name in STUDIES else ()
-            runs = {entry.run for entry in used}
+            runs = {entry.run for entry in make_plan(each, evidence).entries}
             if moved := evidence.archive(name, runs):
                 logger.info("%s: %d lines moved to archive/%s", each.name, moved, name)
 

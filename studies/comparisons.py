@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from steppe.lab.specs import parse
 from steppe.lab.statistics import ENOUGH, Difference, compare_all, equivalent, mean_std
-from studies.definitions import METHODS, RANDOM, Setting, Study
-from studies.evidence import Evidence, Line, archives
+from studies.definitions import RANDOM, Setting, Study
+from studies.evidence import Evidence, archives
 from studies.findings import Claim, Findings, Pair
-from studies.plan import Part
 
 MARGIN = 0.5
 """Points of accuracy within which two methods match."""
-Pairs = Callable[[Setting], Sequence[Pair]]
+MATCH = [("m-arwp", "sam")]
+RANDOM_GAINS = [(method, "") for method in RANDOM]
+"""The methods of random perturbation against the baseline, mixed ones on its two batches if it has them."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,24 @@ def place_of(study: Study, setting: Setting) -> str:
     return f"{study.title} ({setting.title})"
 
 
-def compared(
-    found: Sequence[Findings], pairs: Pairs, after: str = "", part: Part = "defaults"
-) -> list[Compared]:
-    """The pairs of all settings that have seeds enough."""
-    made = []
+def places(found: Sequence[Findings]) -> Iterator[tuple[str, Findings, Setting]]:
+    """Every setting of all studies, with its name."""
     for findings in found:
         for setting in findings.study.settings:
-            for pair in pairs(setting):
-                claim = Claim(setting.name, part, *pair, after)
-                difference = findings.differences.get(claim)
-                if difference is not None and difference.n >= ENOUGH:
-                    made.append(Compared(findings, setting, claim, difference))
+            yield place_of(findings.study, setting), findings, setting
+
+
+def compared(found: Sequence[Findings], pairs: Sequence[Pair], after: str = "") -> list[Compared]:
+    """These methods at default strengths (no second one: the reference) wherever there are seeds enough."""
+    made = []
+    for (_, findings, setting), (method, other) in itertools.product(places(found), pairs):
+        first = setting.called(method)
+        second = setting.called(other) if other else setting.reference(first)
+        claim = Claim(setting.name, "defaults", first, second, after)
+        difference = findings.differences.get(claim)
+        if difference is not None and difference.n >= ENOUGH:
+            made.append(Compared(findings, setting, claim, difference))
     return made
-
-
-def random_gains(setting: Setting) -> list[Pair]:
-    """The methods of random perturbation against the baseline, mixed ones on its two batches if it has them."""
-    names = map(setting.called, RANDOM)
-    return [(name, setting.reference(name)) for name in names]
 
 
 Gains = dict[str, dict[float, float]]
@@ -83,7 +84,7 @@ def trial_gains(found: Sequence[Findings], unit: str, method: str = "rwp") -> Ga
         folder, name = findings.evidence.folder, findings.study.name
         old = [each for files in archives(folder).values() for each in files if each.study == name]
         lines = [line for each in (findings.evidence, *old) for line in each.lines.values()]
-        for setting in findings.study.settings:
+        for place, _, setting in places([findings]):
             base: list[float] = []
             tried: dict[float, list[float]] = {}
             for line in lines:
@@ -98,8 +99,7 @@ def trial_gains(found: Sequence[Findings], unit: str, method: str = "rwp") -> Ga
                     tried.setdefault(spec.strength[1], []).append(score)
             if base and tried:
                 usual = mean_std(base)[0]
-                made = {value: mean_std(tried[value])[0] - usual for value in sorted(tried)}
-                gains[place_of(findings.study, setting)] = made
+                gains[place] = {value: mean_std(tried[value])[0] - usual for value in sorted(tried)}
     return gains
 
 
@@ -114,14 +114,15 @@ def best_fixed(gains: Gains) -> Fixed | None:
     return max(worst, key=lambda each: (each.gain, -each.value), default=None)
 
 
-def refuted(folder: Path, studies: Iterable[Study]) -> list[str]:
+def refuted(folder: Path) -> list[str]:
     """For each archive a sentence on the default in it that cost most accuracy."""
-    by_name = {study.name: study for study in studies}
     sentences = []
     for name, files in archives(folder).items():
-        known = [old for old in files if old.study in by_name]
-        lost = [each for old in known for each in _lost(folder, old, by_name[old.study])]
-        if lost:
+        gains: dict[str, list[float]] = {}
+        for old in files:
+            gains |= _archived_gains(old, Evidence(folder, old.study))
+        made = zip(compare_all(list(gains.values())), gains, strict=True)
+        if lost := [each for each in made if each[0].verdict == "worse"]:
             difference, words = min(lost, key=lambda each: each[0].mean)
             sentences.append(
                 f"An earlier default was refuted: {words} cost {-difference.mean:.1f} points of "
@@ -130,29 +131,20 @@ def refuted(folder: Path, studies: Iterable[Study]) -> list[str]:
     return sentences
 
 
-def _lost(folder: Path, old: Evidence, study: Study) -> list[tuple[Difference, str]]:
-    """What the archived default rows of a study lost against its baseline."""
-    rows, current = _default_rows(old), _default_rows(Evidence(folder, old.study))
-    found: dict[str, list[float]] = {}
-    for setting in study.settings:
-        key = (setting.name, setting.baseline)
-        base = current.get(key, {}) | rows.get(key, {})
-        for name in map(setting.called, METHODS[1:]):
-            row = rows.get((setting.name, name), {})
-            if seeds := sorted(row.keys() & base.keys()):
-                kind, value = row[seeds[0]].result.strength or ("strength", math.nan)
-                words = f"{name} with {kind} {value:g} on {place_of(study, setting)}"
-                found[words] = [row[s].result.score() - base[s].result.score() for s in seeds]
-    made = zip(compare_all(list(found.values())), found, strict=True)
-    return [each for each in made if each[0].verdict == "worse"]
-
-
-def _default_rows(evidence: Evidence) -> dict[tuple[str, str], dict[str, Line]]:
-    """By setting and row the finished runs at default strengths, by seed, as their labels say."""
-    rows: dict[tuple[str, str], dict[str, Line]] = {}
-    for line in evidence.lines.values():
-        what, _, seed = line.label.rpartition(" seed ")
-        setting, part, name = what.split(" ", 2)
-        if part == "defaults" and line.result.status == "finished":
-            rows.setdefault((setting, name), {})[seed] = line
-    return rows
+def _archived_gains(old: Evidence, current: Evidence) -> dict[str, list[float]]:
+    """What archived rows at default strengths gained over the baseline, seed by seed."""
+    base: dict[tuple[str, int], float] = {}
+    gains: dict[str, list[float]] = {}
+    lines = [*current.lines.values(), *old.lines.values()]
+    for line in sorted(lines, key=lambda line: line.result.strength is not None):
+        result, (setting, part, name) = line.result, line.label.split(" ", 2)
+        if part == "defaults" and result.status == "finished" and not {",", "("} & {*name}:
+            if result.strength is None:
+                base[setting, result.config.seed] = result.score()
+            elif line.run in old.lines and (setting, result.config.seed) in base:
+                kind, value = result.strength
+                method = name.partition(" seed ")[0]
+                words = f"{method} with {kind} {value:g} on {result.config.data} (`{setting}`)"
+                gain = result.score() - base[setting, result.config.seed]
+                gains.setdefault(words, []).append(gain)
+    return gains

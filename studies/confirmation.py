@@ -10,8 +10,8 @@ from scipy import stats
 from steppe.lab.statistics import ALPHA, half_width, mean_std, mean_words
 from steppe.lab.tables import Table, join_words, signed
 from studies.comparisons import Compared, compared
-from studies.definitions import Setting
-from studies.findings import Findings, Pair
+from studies.definitions import METHODS
+from studies.findings import Findings
 
 POWER = 0.8
 
@@ -35,13 +35,8 @@ def judged(findings: Findings) -> list[tuple[Compared, str]]:
     margin = findings.study.margin
     if margin is None:
         return []
-
-    def pairs(setting: Setting) -> list[Pair]:
-        names = map(setting.called, setting.methods[1:])
-        return [(name, setting.reference(name)) for name in names]
-
     found: list[tuple[Compared, str]] = []
-    for each in compared([findings], pairs):
+    for each in compared([findings], [(method, "") for method in METHODS[1:]]):
         decided = each.difference.verdict in ("better", "worse")
         verdict = each.difference.verdict if decided else "inconclusive"
         found.append((each, "equivalent" if each.equivalent(margin) else verdict))
@@ -95,10 +90,9 @@ def verdict_words(found: Sequence[Findings]) -> list[str]:
     """A sentence for each study that confirms defaults and has verdicts."""
     sentences = []
     for findings in found:
-        every = judged(findings)
+        study, every = findings.study, judged(findings)
         verdicts = [verdict for _, verdict in every]
         kinds = ("equivalent", "better", "inconclusive", "worse")
-        counts = [f"{verdicts.count(kind)} {kind}" for kind in kinds]
         lost = [
             f"{each.claim.first} on {each.setting.title} ({signed(each.difference.mean)})"
             for each, verdict in every
@@ -106,8 +100,8 @@ def verdict_words(found: Sequence[Findings]) -> list[str]:
         ]
         if every:
             sentences.append(
-                f"[{findings.study.title}](evidence/{findings.study.name}.md), by equivalence within "
-                f"{findings.study.margin or 0:g} point: of {len(every)} comparisons {join_words(counts)}"
+                f"[{study.title}](evidence/{study.name}.md), by equivalence within {study.margin or 0:g} point: of "
+                f"{len(every)} comparisons {join_words([f'{verdicts.count(kind)} {kind}' for kind in kinds])}"
                 f"{f': {join_words(lost)}' if lost else ''}."
             )
     return sentences

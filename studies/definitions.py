@@ -20,11 +20,6 @@ FEW = ("sgd", "sam", "arwp", "m-arwp")
 LARGE = (specs.LARGE, f"m-{specs.LARGE}")
 """The setting for compression, shown beside the default wherever robustness is."""
 NARROW = "ResNet-18 of a quarter width"
-LENGTHS = (0.25, 0.5, 2.0)
-"""Of the usual number of steps."""
-
-RATIOS = (0.15, 0.3, 0.45, 0.6, 0.9, 1.2)
-"""Figures 2 and 3: six strengths of RWP and m-RWP."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +53,6 @@ TWO_BATCHES = {
 """By optimizer the baseline on the two batches a step of a mixed method, which is one without noise:
 the same batches in the same order, averaged in the same way."""
 
-Sweeps = Mapping[str, tuple[str, Mapping[str, tuple[float, ...]]]]
-SWEEPS: Sweeps = {
-    "strength of RWP": ("rwp", {"ratio": RATIOS}),
-    "strength of m-RWP": ("m-rwp", {"ratio": RATIOS}),
-    "eta and exponent": (
-        "arwp:ratio=.6",
-        {"eta": (0.01, 0.1, 1, 10, 100), "exponent": (0.25, 0.5)},
-    ),
-    "eta and beta": ("arwp:ratio=.6", {"eta": (0.1, 1, 10, 100), "beta": (0.9, 0.99, 0.999)}),
-    "ratio and lam": ("m-arwp", {"ratio": (0.3, 0.6, 0.9, 1.2), "lam": (0.1, 0.3, 0.5, 0.7, 0.9)}),
-}
-"""Figures 2 and 3 (the first two) and 4, by name: a method and a grid over its options."""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -88,10 +70,6 @@ class Setting:
     tune: Tune | None = field(default_factory=lambda: Tune(seeds=2, baseline=True, keep=False))
     tuned_controls: tuple[Control, ...] = ()
     """Those that also run with the tuned strength of their method."""
-    lengths: tuple[str, ...] = ()
-    """Methods that are also trained for ¼, ½ and 2 times the steps."""
-    sweeps: Sweeps = field(default_factory=dict)
-    sweep_seeds: int = 5
     large: tuple[str, ...] = LARGE
     robust: bool = True
     """Whether the final models of `methods` and `large` are measured after rounding and pruning."""
@@ -117,8 +95,8 @@ class Setting:
         return twice.name if twice and mixed else self.baseline
 
     def called(self, method: str) -> str:
-        """How tables call a method here, its strength apart unless it is given."""
-        return _label(method, self.config.optimizer)
+        """How tables call a method or control here, its strength apart unless it is given."""
+        return method if ", " in method else _label(method, self.config.optimizer)
 
 
 @cache
@@ -166,8 +144,6 @@ def _digits() -> Study:
             seeds,
             seconds,
             tuned_controls=CONTROLS,
-            lengths=("sgd", "sam"),
-            sweeps=SWEEPS if net == "mlp" else {},
             minima=True,
         )
         clean = replace(
@@ -175,18 +151,9 @@ def _digits() -> Study:
             name=f"{net}-clean",
             title=f"{title}, clean labels",
             config=config.replace(label_noise=0.0),
-            sweeps={},
         )
         groups.append((noisy, clean))
-    return Study(
-        "digits",
-        "Digits",
-        tuple(groups),
-        cut=(
-            "Sweeps (the paper's Figures 2 to 4) were run for the MLP with noisy labels alone, on five seeds, "
-            "at fixed ratios as in the paper. Other lengths of training were run for SGD and SAM.",
-        ),
-    )
+    return Study("digits", "Digits", tuple(groups))
 
 
 def _cifar10() -> Study:
@@ -228,21 +195,6 @@ def _cifar10_noisy() -> Study:
 def _confirmation() -> Study:
     """Data and models on which no default was chosen, the cheap ones first."""
 
-    def setting(
-        name: str, title: str, config: Config, seeds: int, seconds: float, *methods: str
-    ) -> Setting:
-        return Setting(
-            name,
-            title,
-            config,
-            seeds,
-            seconds,
-            methods=methods or METHODS,
-            controls=(TWO_BATCHES[config.optimizer],),
-            tune=None,
-            large=() if methods else LARGE[:1],
-        )
-
     rows = Config(model="mlp", batch=32, lr=0.05)
     wine = _recorded(rows.replace(data="wine"), 600, eval_every=50)
     cancer = _recorded(rows.replace(data="breast-cancer"), 600, eval_every=20)
@@ -252,17 +204,28 @@ def _confirmation() -> Study:
     vit = _recorded(recipe("fashion-small-vit"), 40 * 31)
     epochs = 30
     cifar = _recorded(recipe("cifar100-small"), epochs * 78)
-    few = ("sgd", *RANDOM)
+    settings = [
+        Setting("wine", "wine, 89 rows, MLP", wine, 20, 2.0),
+        Setting("breast-cancer", "breast cancer, 284 rows, MLP", cancer, 20, 2.0),
+        Setting("mnist", "MNIST, 5,000 images, MLP", mnist, 10, 6.0),
+        Setting("fashion-vit", "Fashion-MNIST, 2,000 images, small ViT", vit, 10, 60.0),
+        Setting(
+            "cifar100", f"CIFAR-100, 10,000 images, {NARROW}", cifar, 5, 240.0, ("sgd", *RANDOM)
+        ),
+    ]
+    groups = [
+        replace(
+            setting,
+            controls=(TWO_BATCHES[setting.config.optimizer],),
+            tune=None,
+            large=LARGE[:1] if setting.methods == METHODS else (),
+        )
+        for setting in settings
+    ]
     return Study(
         "confirmation",
         "Confirmation of the defaults",
-        (
-            (setting("wine", "wine, 89 rows, MLP", wine, 20, 2.0),),
-            (setting("breast-cancer", "breast cancer, 284 rows, MLP", cancer, 20, 2.0),),
-            (setting("mnist", "MNIST, 5,000 images, MLP", mnist, 10, 6.0),),
-            (setting("fashion-vit", "Fashion-MNIST, 2,000 images, small ViT", vit, 10, 60.0),),
-            (setting("cifar100", f"CIFAR-100, 10,000 images, {NARROW}", cifar, 5, 240.0, *few),),
-        ),
+        tuple((setting,) for setting in groups),
         cut=(
             "It runs once, when the defaults are chosen, and chooses nothing: no default was chosen on these "
             "data sets with these models, and nothing is tuned. Training and test data are the same for all seeds.",
@@ -302,19 +265,6 @@ def _paper() -> Study:
     )
 
 
-def _fashion() -> Study:
-    conv = _recorded(recipe("fashion-small"), 40 * 31)
-    return Study(
-        "fashion",
-        "Fashion-MNIST",
-        ((Setting("conv", "small conv net, 2,000 images", conv, 10, 40.0, tune=None),),),
-        cut=(
-            "It refuted the first defaults (ratios) and has served to choose others since: it confirms nothing "
-            "any more, and is not run again.",
-        ),
-    )
-
-
 STUDIES: dict[str, Study] = {
     study.name: study
     for study in (
@@ -326,8 +276,6 @@ STUDIES: dict[str, Study] = {
         _paper(),
     )
 }
-RETIRED: dict[str, Study] = {study.name: study for study in (_fashion(),)}
-"""Studies that are not run again. Their page stays until their lines are archived."""
 
 
 def study(name: str) -> Study:

@@ -1,7 +1,7 @@
 """Evidence: one JSON line per finished run, appended to a file that is committed.
 
 A line has all that tables and figures need, and no weights: the config, where it ran, the final
-metrics, thinned-out curves and what was measured at the minimum.
+metrics and what was measured at the minimum. Older lines also have curves, which nothing reads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,6 @@ logger = logging.getLogger("steppe")
 
 DEFAULT_EVIDENCE = Path("evidence")
 ARCHIVE = "archive"
-CURVES = {
-    "train_nll": "train_nll",
-    "test_accuracy": "test_accuracy",
-    "factor": "perturb_factor",
-}
-"""What is kept of a run's course, by the name in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +31,6 @@ class Line:
 
     label: str
     result: Result
-    curves: Record = field(default_factory=dict)
-    """By name the values, and under `epoch` and `factor_epoch` when they were taken."""
     minima: Record = field(default_factory=dict)
 
     @property
@@ -57,7 +49,6 @@ class Line:
             "run": self.run,
             "label": self.label,
             "result": self.result.to_dict(),
-            "curves": self.curves,
             "minima": self.minima,
         }
         return json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n"
@@ -67,36 +58,9 @@ def from_text(text: str) -> Line:
     """A line from the file; ValueError where it is none."""
     try:
         content = json.loads(text)
-        return Line(
-            content["label"],
-            from_record(content["result"]),
-            content["curves"],
-            content["minima"],
-        )
+        return Line(content["label"], from_record(content["result"]), content["minima"])
     except (KeyError, TypeError, LabError) as error:
         raise ValueError(str(error)) from error
-
-
-def thinned(records: list[Record], points: int = 24) -> Record:
-    """The curves of a run's metrics.jsonl, at most so many points each, to four digits."""
-    evaluated = [record for record in records if "test_accuracy" in record]
-    followed = [record for record in records if "perturb_factor" in record]
-    found: Record = {"epoch": [record["epoch"] for record in _spread(evaluated, points)]}
-    if followed:
-        found["factor_epoch"] = [record["epoch"] for record in _spread(followed, points)]
-    for name, column in CURVES.items():
-        kept = _spread(followed if name == "factor" else evaluated, points)
-        if kept and all(column in record for record in kept):
-            found[name] = [float(f"{record[column]:.4g}") for record in kept]
-    return found
-
-
-def _spread(records: list[Record], points: int) -> list[Record]:
-    """At most `points` of the records, evenly, with the first and the last."""
-    if len(records) <= points:
-        return records
-    last = len(records) - 1
-    return [records[round(i * last / (points - 1))] for i in range(points)]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,23 @@
-"""The figures: one for each primary question, and the landscapes of a study's own page."""
+"""The figures: one for each primary question."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from steppe.analysis import Landscape
 from steppe.lab.statistics import Difference
-from steppe.report.canvas import COLOURS, MARKS, line_style, panels, shared_legend
-from steppe.report.figures import landscape_figure
-from studies.comparisons import MARGIN, compared, place_of, random_gains, trial_gains
-from studies.definitions import FEW, Setting
-from studies.findings import CHANGES, OURS, UNCHANGED, Findings, matching
+from steppe.report.canvas import error_bars, marked_style, panels, shared_legend
+from studies.comparisons import (
+    MARGIN,
+    MATCH,
+    RANDOM_GAINS,
+    compared,
+    places,
+    trial_gains,
+)
+from studies.definitions import FEW
+from studies.findings import CHANGES, OURS, UNCHANGED, Findings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,14 +34,14 @@ Series = Mapping[str, Mapping[str, Difference]]
 def cost_figure(found: Sequence[Findings]) -> Figure:
     """The gain of every method in every setting."""
     series: dict[str, dict[str, Difference]] = {}
-    for each in compared(found, random_gains):
+    for each in compared(found, RANDOM_GAINS):
         series.setdefault(each.claim.first, {})[each.place] = each.difference
     return _rows_figure(series, "points of test accuracy gained over the baseline")
 
 
 def match_figure(found: Sequence[Findings]) -> Figure:
     """m-ARWP against SAM in every setting, and the margin of equivalence."""
-    made = {each.place: each.difference for each in compared(found, matching)}
+    made = {each.place: each.difference for each in compared(found, MATCH)}
     figure = _rows_figure({"m-ARWP − SAM": made}, "m-ARWP − SAM, points of test accuracy")
     figure.axes[0].axvspan(-MARGIN, MARGIN, color="grey", alpha=0.25, linewidth=0)
     return figure
@@ -52,16 +54,10 @@ def _rows_figure(series: Series, label: str) -> Figure:
     figure, (axis,) = panels(1, width=7.5, height=height)
     for i, (name, found) in enumerate(series.items()):
         shift = 0.7 * ((i + 0.5) / len(series) - 0.5)
-        axis.errorbar(
-            [each.mean for each in found.values()],
-            [places.index(place) + shift for place in found],
-            xerr=[each.high - each.mean for each in found.values()],
-            fmt=MARKS[i % len(MARKS)],
-            markersize=4.5,
-            color=COLOURS[i % len(COLOURS)],
-            capsize=2,
-            label=name,
-        )
+        wide = [each.high - each.mean for each in found.values()]
+        means = [each.mean for each in found.values()]
+        heights = [places.index(place) + shift for place in found]
+        error_bars(axis, i, means, heights, None, name, xerr=wide, linestyle="none")
     axis.axvline(0, color="grey", linewidth=0.8)
     axis.set_yticks(range(len(places)), places, fontsize="small")
     axis.set_ylim(len(places) - 0.4, -0.6)
@@ -75,19 +71,14 @@ def _rows_figure(series: Series, label: str) -> Figure:
 def gain_figure(found: Sequence[Findings]) -> Figure:
     """Gains against the baseline's gap from training to test accuracy."""
     series: dict[str, list[tuple[float, Difference]]] = {}
-    for each in compared(found, random_gains):
+    for each in compared(found, RANDOM_GAINS):
         gap = each.findings.gap(each.setting)
         series.setdefault(each.claim.first, []).append((gap, each.difference))
     figure, axes = panels(len(series), width=2.6, columns=4, share=True)
     for i, (axis, (name, points)) in enumerate(zip(axes, series.items(), strict=True)):
-        axis.errorbar(
-            [gap for gap, _ in points],
-            [each.mean for _, each in points],
-            yerr=[each.high - each.mean for _, each in points],
-            fmt=MARKS[i % len(MARKS)],
-            color=COLOURS[i % len(COLOURS)],
-            capsize=2,
-        )
+        gaps, means = [gap for gap, _ in points], [each.mean for _, each in points]
+        wide = [each.high - each.mean for _, each in points]
+        error_bars(axis, i, gaps, means, wide, "", linestyle="none")
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.axvline(OVERFIT, color="grey", linewidth=0.8, linestyle="--")
         axis.set_title(name)
@@ -99,16 +90,15 @@ def gain_figure(found: Sequence[Findings]) -> Figure:
 def survival_figure(found: Sequence[Findings]) -> Figure:
     """Accuracy as trained and after each change, a panel for each setting that was measured."""
     shown = []
-    for findings in found:
-        for setting in findings.study.settings:
-            rows = {}
-            for name in map(setting.called, (*FEW[:2], *OURS)):
-                row = findings.row(setting, "defaults", name)
-                means = [row.mean(after) for after in (UNCHANGED, *CHANGES)]
-                if not all(map(math.isnan, means[1:])):
-                    rows[name] = means
-            if rows:
-                shown.append((place_of(findings.study, setting), rows))
+    for place, findings, setting in places(found):
+        rows = {}
+        for name in map(setting.called, (*FEW[:2], *OURS)):
+            row = findings.row(setting, "defaults", name)
+            means = [row.mean(after) for after in (UNCHANGED, *CHANGES)]
+            if not all(map(math.isnan, means[1:])):
+                rows[name] = means
+        if rows:
+            shown.append((place, rows))
     figure, axes = panels(len(shown), width=4.2, columns=2)
     for axis, (title, rows) in zip(axes, shown, strict=True):
         _lines(axis, {name: (range(len(means)), means) for name, means in rows.items()})
@@ -141,35 +131,4 @@ def transfer_figure(found: Sequence[Findings]) -> Figure:
 
 def _lines(axis: Any, lines: Mapping[str, tuple[Iterable[float], Sequence[float]]]) -> None:
     for i, (name, (x, y)) in enumerate(lines.items()):
-        axis.plot(list(x), y, **line_style(i), marker=MARKS[i % len(MARKS)], label=name)
-
-
-def landscapes(findings: Findings, setting: Setting) -> tuple[str, Callable[[], Figure]] | None:
-    """The caption and the figure of what surrounds the minima of seed 0, where it was measured."""
-    lines = {
-        name: findings.row(setting, "defaults", name).lines.get(0)
-        for name in map(setting.called, setting.methods)
-    }
-    found = {n: line.minima for n, line in lines.items() if line and "landscape" in line.minima}
-    if len(found) < 2:
-        return None
-    caption = (
-        "Loss around the minima of seed 0, default strengths, the same directions' seeds, data and "
-        f"colour scale for all, on {next(iter(found.values()))['samples']} un-augmented training "
-        "images, BatchNorm statistics recomputed."
-    )
-    planes = {name: _landscape(minima["landscape"]) for name, minima in found.items()}
-    return caption, partial(landscape_figure, planes)
-
-
-def _landscape(made: Mapping[str, Any]) -> Landscape:
-    axis = torch.tensor(made["a"], dtype=torch.float64)
-    loss = [[math.nan if value is None else value for value in row] for row in made["loss"]]
-    return Landscape(
-        origin={},
-        a=axis,
-        b=axis.clone(),
-        loss=torch.tensor(loss, dtype=torch.float64),
-        centre=made["centre"],
-        seeds=(0, 1),
-    )
+        axis.plot(list(x), y, **marked_style(i), label=name)

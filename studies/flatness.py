@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from scipy import stats
 
-from steppe.report.canvas import MARKS, line_style, panels, shared_legend
-from studies.comparisons import place_of
+from steppe.report.canvas import marked_style, panels, shared_legend
+from studies.comparisons import places
 from studies.definitions import Setting
 from studies.findings import CHANGES, UNCHANGED, Findings
 
@@ -37,16 +37,15 @@ CAPTION = (
 def correlations(found: Sequence[Findings]) -> Correlations:
     """Of each setting with enough models that have both; a measure that is missing is left out."""
     made: Correlations = {}
-    for findings in found:
-        for setting in findings.study.settings:
-            models = _models(findings, setting)
-            ranked = {
-                name: {change: _spearman(models, measure, change) for change in CHANGES}
-                for measure, name in MEASURES.items()
-                if models and all(model.get(measure) is not None for model in models)
-            }
-            if len(models) >= FEWEST and ranked:
-                made[f"{place_of(findings.study, setting)}, n = {len(models)}"] = ranked
+    for place, findings, setting in places(found):
+        models = _models(findings, setting)
+        ranked = {
+            name: {change: _spearman(models, measure, change) for change in CHANGES}
+            for measure, name in MEASURES.items()
+            if models and all(model.get(measure) is not None for model in models)
+        }
+        if len(models) >= FEWEST and ranked:
+            made[f"{place}, n = {len(models)}"] = ranked
     return made
 
 
@@ -90,7 +89,7 @@ def flatness_figure(made: Correlations) -> Figure:
         for i, (place, ranked) in enumerate(made.items()):
             if name in ranked:
                 values = [ranked[name][change] for change in CHANGES]
-                axis.plot(values, **line_style(i), marker=MARKS[i % len(MARKS)], label=place)
+                axis.plot(values, **marked_style(i), label=place)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xticks(range(len(CHANGES)), CHANGES, fontsize="small")
         axis.set_xlim(-0.5, len(CHANGES) - 0.5)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from steppe import analysis
-from steppe.analysis.radius import radius_at
 from steppe.lab.compression import compress
 from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
@@ -22,21 +18,9 @@ FILE = "minima.json"
 SAMPLES = 512
 RHO = 0.5
 """The radius of adaptive sharpness, in units of |w| (ASAM's usual one)."""
-GRID = 17
-RISE = 0.1
-"""The rise of the loss at which radii are compared."""
-RADII = tuple(float(f"{0.01 * 3000 ** (i / 11):.3g}") for i in range(12))
-"""From 0.01 to 30, evenly on a logarithmic scale."""
 
 
-def measure(
-    result: Result,
-    curvature: bool = True,
-    robust: bool = False,
-    landscape: bool = False,
-    radius: bool = False,
-    samples: int = SAMPLES,
-) -> None:
+def measure(result: Result, curvature: bool = True, robust: bool = False) -> None:
     """Write what a finished run's model is like into its folder.
 
     `robust`: accuracy on test data after rounding and pruning. `curvature`: curvature, sharpness and
@@ -48,17 +32,14 @@ def measure(
     run = Run(result.folder)
     if (run.folder / FILE).exists():
         return
-    found: Record = {}
-    if result.status == "finished":
-        with _threads(result.config.threads):
-            if curvature:
-                problem = problem_of(run, samples, bn="recalibrate")
-                try:
-                    found = _measured(problem, landscape, radius)
-                except (ValueError, RuntimeError) as error:  # one broken model must not end a study
-                    found = {"failed": str(error).partition("\n")[0]}
-            if robust:
-                found["robustness"] = _robustness(run, result.metric)
+    finished, threads = result.status == "finished", torch.get_num_threads()
+    torch.set_num_threads(result.config.threads or threads)  # other runs want the other cores
+    try:
+        found = _curvature(run) if finished and curvature else {}
+        if finished and robust:
+            found["robustness"] = _robustness(run, result.metric)
+    finally:
+        torch.set_num_threads(threads)
     run.write_json(FILE, found)
 
 
@@ -74,14 +55,18 @@ def _robustness(run: Run, metric: str) -> Record:
     return {**found.pop("recalibrated"), **found} if len(found) > 1 else found["as is"]
 
 
-def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Record:
-    eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
-    rise, average = (
-        analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
-        for case in ("worst", "average")
-    )
+def _curvature(run: Run) -> Record:
+    problem = problem_of(run, SAMPLES, bn="recalibrate")
+    try:
+        eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
+        rise, average = (
+            analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
+            for case in ("worst", "average")
+        )
+    except (ValueError, RuntimeError) as error:  # one broken model must not end a study
+        return {"failed": str(error).partition("\n")[0]}
     norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
-    found = {
+    return {
         "samples": problem.samples,
         "bn": "recalibrate",
         "largest_eigenvalue": rounded(eigs.values[0]),
@@ -91,22 +76,6 @@ def _measured(problem: analysis.Problem, landscape: bool, radius: bool) -> Recor
         "sharpness_rho": RHO,
         "weight_norm": rounded(math.hypot(*norms)),
     }
-    if landscape:
-        found["landscape"] = _landscape(problem)
-    if radius:
-        found["radius"] = _radius(problem)
-    return found
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """As many threads as the training had: other runs want the other cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def read(run: Run) -> Record:
@@ -116,45 +85,6 @@ def read(run: Run) -> Record:
     return content
 
 
-def _landscape(problem: analysis.Problem) -> Record:
-    made = analysis.landscape(problem, GRID, progress=False)
-    return {"a": rounded(made.a), "loss": rounded(made.loss), "centre": rounded(made.centre)}
-
-
-def _radius(problem: analysis.Problem) -> Record:
-    kinds = ("random", "sam")
-    made = analysis.perturbation_curve(problem, RADII, kinds, 128, directions=8, progress=False)
-    names = ("radii", "loss", "error")
-    return {
-        **{name: rounded(getattr(made, name)) for name in names},
-        "base": rounded(made.base),
-        "kinds": list(made.kinds),
-        "batch": made.batch,
-        "directions": made.directions,
-    }
-
-
-def rounded(value: Any) -> Any:
-    """Numbers to four digits, as JSON can hold them; what is not finite becomes None."""
-    if isinstance(value, Tensor):
-        return rounded(value.tolist())
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def radius_words(curve: Mapping[str, Any]) -> str:
-    """How much further a random perturbation goes than an adversarial one, for the same rise."""
-    reached = {
-        kind: radius_at(
-            curve["radii"], [x if x is None else x - curve["base"] for x in losses], RISE
-        )
-        for kind, losses in zip(curve["kinds"], curve["loss"], strict=True)
-    }
-    random, ascent = reached["random"], reached["sam"]
-    if math.isinf(random) or math.isinf(ascent):
-        return f"The loss of the baseline of seed 0 does not rise by {RISE:g} within the radii measured."
-    return (
-        f"The loss of the baseline of seed 0 rises by {RISE:g} at radius {random:.3g} in random directions "
-        f"and {ascent:.3g} along the gradient of {curve['batch']} samples: {random / ascent:.3g} times as far (n = 1)."
-    )
+def rounded(value: float | Tensor) -> float | None:
+    """To four digits, as JSON can hold it; what is not finite becomes None."""
+    return float(f"{float(value):.4g}") if math.isfinite(value) else None

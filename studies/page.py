@@ -13,22 +13,18 @@ from steppe.lab.tables import Table, join_words
 from steppe.report.canvas import save_figure
 from studies.comparisons import refuted
 from studies.confirmation import power_table, verdict_table, verdict_words
-from studies.definitions import RETIRED, STUDIES, Study
+from studies.definitions import STUDIES, Study
 from studies.evidence import Evidence, Line
-from studies.figures import landscapes
 from studies.findings import JUDGED, Findings
 from studies.finetune import section as finetune_section
 from studies.flatness import CAPTION, TITLE, correlations, flatness_figure, flatness_words
 from studies.questions import NOTHING, PRIMARY, post_hoc
 from studies.tables import (
     gains_table,
-    lengths_table,
     minima_table,
     pairs_table,
     paper_table,
     result_table,
-    sweeps_table,
-    trials_table,
 )
 
 if TYPE_CHECKING:
@@ -66,9 +62,7 @@ def compose(
     evidence: Path, studies: Sequence[Study] | None = None
 ) -> tuple[dict[str, str], dict[str, Draw]]:
     """By file name in `docs` the text of the pages, and what draws the pictures in them."""
-    if studies is None:
-        kept = [study for study in RETIRED.values() if Evidence(evidence, study.name).lines]
-        studies = [*STUDIES.values(), *kept]
+    studies = tuple(STUDIES.values()) if studies is None else studies
     found = [Findings(study, Evidence(evidence, study.name)) for study in studies]
     verdict, sections, drawn = [], [], dict[str, Draw]()
     for number, question in enumerate(PRIMARY, 1):
@@ -88,7 +82,7 @@ def compose(
         sections += [_framed(file, CAPTION), ""]
     parts = [OPENING, "## Verdict", "", *verdict, "", *post_hoc(found)]
     parts += [f"{sentence}\n" for sentence in verdict_words(found)]
-    parts += [f"{sentence}\n" for sentence in refuted(evidence, [*studies, *RETIRED.values()])]
+    parts += [f"{sentence}\n" for sentence in refuted(evidence)]
     parts += [
         *sections,
         PAPER,
@@ -103,9 +97,7 @@ def compose(
     pages = {"evidence.md": "\n".join(parts)}
     for findings in found:
         if findings.evidence.lines:
-            text, more = study_page(findings)
-            pages[f"evidence/{findings.study.name}.md"] = text
-            drawn |= more
+            pages[f"evidence/{findings.study.name}.md"] = study_page(findings)
     return pages, drawn
 
 
@@ -154,9 +146,9 @@ def _overview(found: list[Findings]) -> str:
     return Table(("study", "settings", "runs", "processor hours"), tuple(rows)).markdown()
 
 
-def study_page(findings: Findings) -> tuple[str, dict[str, Draw]]:
-    """One study: its tables and landscapes, and where it ran."""
-    study, drawn = findings.study, dict[str, Draw]()
+def study_page(findings: Findings) -> str:
+    """One study: its tables, and where it ran."""
+    study = findings.study
     parts = [f"# {study.title}", ""]
     parts += [*_written(power_table(findings)), *_written(verdict_table(findings))]
     parts += [SECONDARY, *_unused(findings), *(f"{words}\n" for words in study.cut)]
@@ -164,13 +156,7 @@ def study_page(findings: Findings) -> tuple[str, dict[str, Draw]]:
     for setting in study.settings:
         for part, table in itertools.product(JUDGED, (result_table, minima_table)):
             parts += _written(table(findings, setting, part))
-        for more in (trials_table, lengths_table, sweeps_table):
-            parts += _written(more(findings, setting))
-        if (shown := landscapes(findings, setting)) is not None:
-            file = f"{study.name}-{setting.name}-landscapes.png"
-            caption, drawn[f"evidence/{file}"] = shown
-            parts += [_framed(file, caption), ""]
-    return "\n".join([*parts, _where(list(findings.evidence.lines.values())), ""]), drawn
+    return "\n".join([*parts, _where(list(findings.evidence.lines.values())), ""])
 
 
 def _where(lines: list[Line]) -> str:

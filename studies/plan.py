@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from steppe.lab.config import Config
 from steppe.lab.engines import Job, passes
 from steppe.lab.results import Result
 from steppe.lab.specs import Spec, parse
-from steppe.lab.sweeps import with_values
 from steppe.lab.tuning import Choice, tune_all
-from studies.definitions import LENGTHS, Control, Setting, Study
+from studies.definitions import Control, Setting, Study
 from studies.evidence import Evidence
 
-Part = Literal["defaults", "tuning", "tuned", "lengths", "sweeps"]
+Part = Literal["defaults", "tuning", "tuned"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -104,16 +102,10 @@ def make_plan(study: Study, evidence: Evidence) -> Plan:
                     known = method in chosen
                     spec = chosen[method].spec if known else pinned(method)
                     (parts["tuned"] if known else waiting).extend(_tuned(setting, method, spec))
-            parts["lengths"] += _lengths(setting)
-            parts["sweeps"] += _sweeps(setting)
         for part, found in parts.items():
             # Trials method by method: a strength is known when those of its method are done.
-            entries += found if part == "tuning" else sorted(found, key=_seed)
+            entries += found if part == "tuning" else sorted(found, key=lambda e: e.config.seed)
     return Plan(study, tuple(entries), tuple(waiting), choices)
-
-
-def _seed(entry: Entry) -> int:
-    return entry.config.seed
 
 
 @cache
@@ -162,11 +154,8 @@ def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], dict[str
         with suppress(UnfinishedError):
             spec = pinned(method)
             (chosen[method],) = tune_all([spec], setting.config, setting.tune, look)
-    return [Entry(setting, "tuning", _trial_name(job), job.config) for job in asked], chosen
-
-
-def _trial_name(job: Job) -> str:
-    return job.label.rpartition(" seed ")[0]
+    named = [(job.label.rpartition(" seed ")[0], job.config) for job in asked]
+    return [Entry(setting, "tuning", name, config) for name, config in named], chosen
 
 
 def _tuned(setting: Setting, method: str, spec: Spec) -> Iterator[Entry]:
@@ -179,27 +168,3 @@ def _tuned(setting: Setting, method: str, spec: Spec) -> Iterator[Entry]:
                 bare = dataclasses.replace(spec, fields={})
                 changed = controlled(control, bare, config.replace(**spec.fields))
                 yield Entry(setting, "tuned", control.name, changed)
-
-
-def at_length(name: str, length: float) -> str:
-    """What a method is called when it is trained for so many times the usual steps."""
-    return name if length == 1 else f"{name}, {length:g} times the steps"
-
-
-def _lengths(setting: Setting) -> Iterator[Entry]:
-    steps = setting.config.steps or 1
-    for seed, length in itertools.product(range(setting.seeds), LENGTHS):
-        config = setting.config.replace(seed=seed, steps=round(steps * length))
-        for method in setting.lengths:
-            name = at_length(setting.called(method), length)
-            yield Entry(setting, "lengths", name, pinned(method).apply(config))
-
-
-def _sweeps(setting: Setting) -> Iterator[Entry]:
-    seeds = range(min(setting.seeds, setting.sweep_seeds))
-    for seed, (title, (method, grid)) in itertools.product(seeds, setting.sweeps.items()):
-        config = pinned(method).apply(setting.config.replace(seed=seed))
-        for values in itertools.product(*grid.values()):
-            point = dict(zip(grid, values, strict=True))
-            about = ", ".join(f"{key} {value:g}" for key, value in point.items())
-            yield Entry(setting, "sweeps", f"{title}: {about}", with_values(config, point))

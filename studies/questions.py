@@ -15,14 +15,15 @@ from steppe.lab.tables import join_words, signed
 from studies import figures
 from studies.comparisons import (
     MARGIN,
+    MATCH,
+    RANDOM_GAINS,
     Compared,
     best_fixed,
     compared,
-    random_gains,
     trial_gains,
 )
-from studies.definitions import FEW, Setting
-from studies.findings import CHANGES, OURS, Findings, matching
+from studies.definitions import FEW
+from studies.findings import CHANGES, OURS, Findings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +61,7 @@ class Question:
 
 def cost_answer(found: Sequence[Findings]) -> str:
     """Where a default is significantly worse than the baseline."""
-    made = compared(found, random_gains)
+    made = compared(found, RANDOM_GAINS)
     if not made:
         return NOTHING
     about = f"{len(made)} comparisons with the baseline in {len({each.place for each in made})} settings"
@@ -80,7 +81,7 @@ def gain_answer(found: Sequence[Findings]) -> str:
     """What the defaults gain in the settings where there is something to gain."""
     made = [
         each
-        for each in compared(found, random_gains)
+        for each in compared(found, RANDOM_GAINS)
         if each.findings.gap(each.setting) >= figures.OVERFIT
     ]
     if not made:
@@ -100,7 +101,7 @@ def gain_answer(found: Sequence[Findings]) -> str:
 
 def match_answer(found: Sequence[Findings]) -> str:
     """Equivalence within the margin, better and worse, counted."""
-    made = compared(found, matching)
+    made = compared(found, MATCH)
     if not made:
         return NOTHING
     same = [each for each in made if each.equivalent()]
@@ -118,7 +119,7 @@ def survival_answer(found: Sequence[Findings]) -> str:
     """What both settings of ours keep of their accuracy against SGD and SAM, change by change."""
     clauses = []
     for second, first in itertools.product(FEW[:2], OURS):
-        made = [compared(found, _pair(first, second), change) for change in CHANGES]
+        made = [compared(found, [(first, second)], change) for change in CHANGES]
         if all(made):
             gains = [signed(sum(e.difference.mean for e in each) / len(each)) for each in made]
             every = [each for some in made for each in some]
@@ -159,10 +160,6 @@ def post_hoc(found: Sequence[Findings]) -> list[str]:
         "the choice is post hoc, and its verdicts are exploratory."
     )
     return [words, ""] if seen else []
-
-
-def _pair(first: str, second: str) -> Callable[[Setting], list[tuple[str, str]]]:
-    return lambda setting: [(setting.called(first), setting.called(second))]
 
 
 def _of(made: Sequence[Compared], verdict: str) -> list[Compared]:

@@ -25,7 +25,7 @@ from steppe.lab.runs import Run
 from steppe.lab.specs import parse
 from studies import minima
 from studies.definitions import Study
-from studies.evidence import Evidence, Line, thinned
+from studies.evidence import Evidence, Line
 from studies.plan import Entry, Part, Plan, make_plan
 
 logger = logging.getLogger("steppe")
@@ -46,14 +46,11 @@ class Limits:
 
     def check(self, study: Study, plan: Plan) -> None:
         """Refuse what the study does not have, which would do nothing."""
-        there = {entry.part for entry in (*plan.entries, *plan.waiting)}
+        every = (*plan.entries, *plan.waiting)
         known: dict[str, tuple[tuple[str, ...], set[str]]] = {
-            "setting": (self.settings, {setting.name for setting in study.settings}),
-            "part": (self.parts, {*there}),
-            "method": (
-                self.methods,
-                {parse(m).name for setting in study.settings for m in setting.methods},
-            ),
+            "setting": (self.settings, {entry.setting.name for entry in every}),
+            "part": (self.parts, {entry.part for entry in every}),
+            "method": (self.methods, {parse(entry.config.method).name for entry in every}),
         }
         for what, (given, valid) in known.items():
             for name in given:
@@ -131,11 +128,9 @@ def _run(
         entry = by_label[job.label]
         assert result.config.identity == entry.run
         assert result.folder is not None  # a study has a store
-        curves = {} if entry.part == "tuning" else thinned(Run(result.folder).metrics)
         message = result.message.partition(" The last good checkpoint")[0]  # names a folder
         kept = dataclasses.replace(result, config=entry.config, message=message)
-        found = minima.read(Run(result.folder))
-        evidence.append(Line(entry.label, kept, curves, found))
+        evidence.append(Line(entry.label, kept, minima.read(Run(result.folder))))
         shutil.rmtree(result.folder)
 
     work = [
@@ -145,20 +140,11 @@ def _run(
 
 
 def _measured(entry: Entry) -> Callable[[Result], None] | None:
-    """What is measured of the final model: of seed 0 also landscapes, for all on one scale."""
-    curvature = entry.setting.minima and entry.part in ("defaults", "tuned")
+    """What is measured of the final model."""
+    curvature = entry.setting.minima and entry.part != "tuning"
     if not (curvature or entry.robust):
         return None
-    shown = entry.config.seed == 0 and entry.part == "defaults"
-    spec = parse(entry.config.method)
-    landscape = shown and entry.name in map(entry.setting.called, entry.setting.methods)
-    return partial(
-        minima.measure,
-        curvature=curvature,
-        robust=entry.robust,
-        landscape=curvature and landscape,
-        radius=curvature and shown and spec.name == "sgd",
-    )
+    return partial(minima.measure, curvature=curvature, robust=entry.robust)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_operations_on_resnet18(name):
 
 def test_the_meter_takes_few_operations():
     def counted(layers):
-        bench = launches.Bench("transformer", "meta", layers)
+        bench = launches.bench("transformer", "meta", layers)
         weights = Weights(list(bench.model.named_parameters()), bench.optimizer)
         bench.backward()
         weights.save()

@@ -67,5 +67,5 @@ def test_the_benchmark_runs(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "m-ARWP over two processes" in result.stdout
+    assert "m-ARWP, two processes, a batch each" in result.stdout
     assert out.exists()

@@ -55,26 +55,14 @@ def made_up_line(entry, minima=False):
         perturbation={"displacement": 0.5 if "arwp" in spec.name else 0.6},
         environment=ENVIRONMENT,
     )
-    curves = {"epoch": [1, 2], "train_nll": [1.0, 0.5], "test_accuracy": [50.0, score]}
-    if "arwp" in spec.name:
-        curves |= {"factor_epoch": [1, 2], "factor": [1.0, 0.99 if spec.name == "arwp" else 0.9]}
     found = {}
     if minima and entry.part == "defaults":
         found = {"samples": 512, "largest_eigenvalue": score, "adaptive_sharpness": 1 / score}
         found |= {"weight_norm": 3.0, "sharpness_rho": 0.5}
-        if config.seed == 0:
-            plane = [[1.0 + i * i + j * j for j in range(-2, 3)] for i in range(-2, 3)]
-            axis = [-1.0, -0.5, 0.0, 0.5, 1.0]
-            found["landscape"] = {"a": axis, "loss": plane, "centre": 1.0}
-        if config.seed == 0 and spec.name == "sgd":
-            losses = [[1.0, 1.0, 1.2], [1.0, 1.2, 9.0]]
-            found["radius"] = {"radii": [0.1, 1.0, 10.0], "loss": losses, "error": losses}
-            found["radius"] |= {"base": 1.0, "batch": 128, "directions": 8}
-            found["radius"] |= {"kinds": ["random", "sam"]}
     if entry.robust:
         lost = {change: (i + 1) * (90 - score) for i, change in enumerate(CHANGES)}
         found["robustness"] = {"none": score, **{name: score - d for name, d in lost.items()}}
-    return Line(entry.label, result, curves, found)
+    return Line(entry.label, result, found)
 
 
 def fill(study, folder, minima=False, take=lambda entry: True):

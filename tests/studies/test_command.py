@@ -7,7 +7,7 @@ import pytest
 from steppe.lab.engines import Stopped
 from steppe.lab.specs import parse
 from studies.__main__ import main
-from studies.definitions import RETIRED, STUDIES
+from studies.definitions import STUDIES
 from studies.evidence import Evidence
 from studies.findings import Findings
 from studies.plan import make_plan, pinned
@@ -55,7 +55,7 @@ def test_missing_data_is_told_before_anything_is_trained(capsys, tmp_path, monke
         (("--seeds", "0"), "seeds must be at least 1, got 0."),
         (("--minutes", "-1"), "minutes must be above 0, got -1."),
         (("--jobs", "-2"), "jobs must be at least 0, got -2."),
-        (("--part", "sweeps"), "No part of paper is called 'sweeps'. There are: defaults."),
+        (("--part", "tuned"), "No part of paper is called 'tuned'. There are: defaults."),
     ],
 )
 def test_limits_that_leave_nothing_are_errors(words, message, capsys, tmp_path):
@@ -102,15 +102,11 @@ def test_lines_that_no_study_uses_are_set_aside(tmp_path):
     changed = replace(study, groups=((other,),))
     for each in (study, changed):
         fill(each, tmp_path, take=lambda e: e.name in ("SGD", "SAM (rho 0.1)"))
-    retired = RETIRED["fashion"]
-    fill(retired, tmp_path, take=lambda e: e.name == "SGD")
     assert studies("--archive", "a/b", "--evidence", tmp_path) == 2
     assert studies("--archive", "old", "--evidence", tmp_path) == 0
     assert len(Evidence(tmp_path, "paper").lines) == 2 * 3
     old = Evidence(tmp_path / "archive" / "old", "paper").lines.values()
     assert [line.result.config.lr for line in old] == [0.5] * 6
-    assert not Evidence(tmp_path, "fashion").lines  # not run again: nothing of it is used
-    assert len(Evidence(tmp_path / "archive" / "old", "fashion").lines) == 10
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -183,4 +179,3 @@ def test_the_time_of_an_entry_goes_by_passes_steps_and_batch(tmp_path):
     entries = {e.name: e.seconds for e in make_plan(study, Evidence(tmp_path, "rich")).entries}
     assert entries["SAM"] == pytest.approx(2 * setting.seconds)
     assert entries["SGD, steps doubled"] == pytest.approx(2 * setting.seconds)
-    assert entries["ARWP, 0.25 times the steps"] == pytest.approx(0.25 * setting.seconds)

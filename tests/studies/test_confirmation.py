@@ -19,7 +19,7 @@ from tests.studies.tiny import rich
 def confirming(seeds=6):
     study = rich(seeds)
     (setting,) = study.settings
-    setting = replace(setting, tune=None, controls=(TWO_BATCHES["sgd"],), lengths=(), sweeps={})
+    setting = replace(setting, tune=None, controls=(TWO_BATCHES["sgd"],))
     return replace(study, groups=((setting,),), margin=1.0)
 
 

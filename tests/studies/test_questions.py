@@ -170,11 +170,11 @@ def test_an_archived_default_that_cost_accuracy_is_remembered(tmp_path, monkeypa
     monkeypatch.setitem(LEVELS, "rwp", 70.0)
     evidence = filled(tmp_path)
     lost = gain([Findings(rich(), evidence)], "RWP").mean
-    assert refuted(tmp_path, [rich()]) == []
+    assert refuted(tmp_path) == []
     rwp = {run for run, line in evidence.lines.items() if "defaults RWP" in line.label}
     assert evidence.archive("first", evidence.lines.keys() - rwp) == 6
-    assert refuted(tmp_path, [rich()]) == [
-        f"An earlier default was refuted: RWP with rise 0.02 on {PLACE} cost {-lost:.1f} points of "
+    assert refuted(tmp_path) == [
+        f"An earlier default was refuted: RWP with rise 0.02 on digits (`mlp`) cost {-lost:.1f} points of "
         "accuracy (n = 6, lines in `evidence/archive/first`)."
     ]
 

@@ -2,7 +2,7 @@
 
 from steppe.lab.recipes import recipe
 from steppe.lab.tuning import Tune
-from studies.definitions import CONTROLS, LARGE, SWEEPS, Setting, Study
+from studies.definitions import CONTROLS, LARGE, Setting, Study
 
 CONFIG = recipe("digits").replace(
     steps=8, threads=1, device="cpu", track_train=True, recompute_norm=True, eval_every=1
@@ -22,9 +22,6 @@ def tiny(minima=False, steps=8, seeds=2):
             rises=(0.02, 0.2), factors=(0.5, 1.0), seeds=1, extend=False, baseline=True, keep=False
         ),
         tuned_controls=CONTROLS[1:2],
-        lengths=("sgd", "arwp"),
-        sweeps={"strength": ("rwp", {"ratio": (0.3, 0.6)})},
-        sweep_seeds=1,
         large=("rwp:rise=0.2",) if minima else (),
         robust=minima,
         minima=minima,
@@ -33,7 +30,7 @@ def tiny(minima=False, steps=8, seeds=2):
 
 
 def rich(seeds=6, minima=False):
-    """All methods, sweeps and lengths: for evidence that is made up."""
+    """All methods and trials: for evidence that is made up."""
     setting = Setting(
         "mlp",
         "MLP, few steps",
@@ -42,9 +39,6 @@ def rich(seeds=6, minima=False):
         0.1,
         tuned_controls=CONTROLS[1:2],
         methods=("sgd", "sam", "rwp", "arwp", "m-rwp", "m-arwp"),
-        lengths=("sgd", "arwp"),
-        sweeps=SWEEPS,
-        sweep_seeds=2,
         large=LARGE if minima else (),
         robust=minima,
         minima=minima,

@@ -13,7 +13,6 @@ from steppe.analysis import (
     Pruning,
     Rounding,
     TwoOfFour,
-    interpolate,
     landscape,
     perturbation_curve,
     robustness,
@@ -75,14 +74,6 @@ def test_accuracy_can_be_shown_where_there_is_one(surfaces, tmp_path):
     without = replace(surfaces["SGD"], accuracy=None)
     with pytest.raises(ValueError, match="has no accuracy: its targets are not classes"):
         figures.landscape_figure(without, value="accuracy")
-
-
-def test_slices_and_lines(problems, surfaces, tmp_path):
-    figure = written(figures.slice_figure(surfaces), tmp_path)
-    drawn = figure.axes[0].lines[0].get_ydata()
-    assert torch.equal(torch.as_tensor(drawn), surfaces["SGD"].loss[:, 2])
-    line = interpolate(problems["SGD"], problems["RWP"], n=5)
-    written(figures.slice_figure(line), tmp_path)
 
 
 def test_spectra_mark_the_largest_eigenvalue(problems, tmp_path):

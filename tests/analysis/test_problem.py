@@ -8,7 +8,6 @@ from torch import nn
 from steppe import analysis
 from steppe.analysis import (
     Problem,
-    interpolate,
     landscape,
     perturbation_curve,
     sharpness,
@@ -21,7 +20,6 @@ from .known import quadratic, rotated, settled_net
 
 ANALYSES = {
     "landscape": lambda p: landscape(p, n=3),
-    "interpolate": lambda p: interpolate(p, {k: 2 * v for k, v in p.model.state_dict().items()}),
     "top_eigs": lambda p: top_eigs(p, k=2, tol=0.1),
     "spectrum": lambda p: spectrum(p, steps=4, probes=1),
     "radius": lambda p: perturbation_curve(p, [0.1], directions=2, steps=1),
@@ -210,7 +208,6 @@ def test_bad_problems_raise_at_once(make, message):
     "analyse",
     [
         analysis.landscape,
-        lambda m: analysis.interpolate(m, m),
         analysis.top_eigs,
         analysis.spectrum,
         lambda m: analysis.perturbation_curve(m, [0.1]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from steppe import theory
-from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
+from steppe.analysis import Landscape, RadiusCurve, Spectrum
 from steppe.report.canvas import (
     COLOURS,
     SURFACE,
@@ -32,7 +32,6 @@ __all__ = [
     "radius_figure",
     "robustness_figure",
     "save_figure",
-    "slice_figure",
     "spectrum_figure",
     "tradeoff_figure",
 ]
@@ -69,26 +68,6 @@ def landscape_figure(
     bar = figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label=value, shrink=0.85)
     if bar.ax.get_yscale() == "log":
         plain_ticks(bar.ax.yaxis)
-    return figure
-
-
-def slice_figure(results: Landscape | Line | Mapping[str, Landscape | Line]) -> Figure:
-    """Loss along one line a method: the middle of a landscape, or an interpolation."""
-    by_name: dict[str, Landscape | Line] = named(results)
-    figure, (axis,) = panels(1, width=5.0)
-    for i, (name, result) in enumerate(by_name.items()):
-        if isinstance(result, Line):
-            along, loss = result.t, result.loss
-        else:
-            along, loss = result.a, result.loss[:, int(result.b.abs().argmin())]
-        axis.plot(along, loss, **line_style(i), label=name)
-    axis.set_xlabel("position along the line")
-    axis.set_ylabel("loss")
-    if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in by_name.values()):
-        axis.set_yscale("log")
-        plain_ticks(axis.yaxis)
-    if any(by_name):
-        axis.legend(frameon=False)
     return figure
 
 

@@ -46,7 +46,6 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
         raise TypeError(f"One figure shows one kind of result, got {names}.")
     drawers: dict[type[Result], Any] = {
         analysis.Landscape: figures.landscape_figure,
-        analysis.Line: figures.slice_figure,
         analysis.Spectrum: figures.spectrum_figure,
         analysis.RadiusCurve: figures.radius_figure,
         analysis.Eigenvalues: eigenvalue_figure,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from steppe.analysis.hessian import Hessian, ProductMode
+from steppe.analysis.hessian import Hessian
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Checkpoint, Progress, Show
@@ -53,7 +53,6 @@ def spectrum(
     seed: int = 0,
     points: int = 1024,
     width: float = 0.01,
-    mode: ProductMode = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Spectrum:
@@ -79,12 +78,12 @@ def spectrum(
     if points < 8 or not width > 0:
         raise ValueError(f"points must be at least 8 and width above 0, got {points}, {width}.")
     origin = problem.describe()
-    settings = {"analysis": "spectrum", "steps": steps, "seed": seed, "mode": mode, **origin}
+    settings = {"analysis": "spectrum", "steps": steps, "seed": seed, **origin}
     depth = min(steps, problem.size)
     bar = Progress("spectrum", depth * probes, progress)
     store = Checkpoint(checkpoint, settings)
     with problem.replica() as replica:
-        rules = _rules(Hessian(replica, mode), depth, probes, seed, store, bar)
+        rules = _rules(Hessian(replica), depth, probes, seed, store, bar)
     store.remove()
     nodes = torch.cat([rule.nodes for rule in rules])
     weights = torch.cat([rule.weights for rule in rules]) / probes

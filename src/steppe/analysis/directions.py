@@ -46,12 +46,6 @@ def length(direction: Sequence[Tensor]) -> float:
     return math.sqrt(sum(d.double().square().sum().item() for d in direction))
 
 
-def unit(direction: Sequence[Tensor]) -> list[Tensor]:
-    """The direction scaled to norm one."""
-    norm = length(direction)
-    return [d / norm for d in direction]
-
-
 def orthonormal(weights: Sequence[Tensor], count: int, seed: int) -> list[list[Tensor]]:
     """`count` random orthonormal directions, which cover the space more evenly than independent ones."""
     draws = [random_like(weights, seed + i) for i in range(count)]

@@ -6,18 +6,15 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.directions import (
     ascend,
-    filter_norms,
     orthonormal,
-    random_like,
     sam_direction,
-    unit,
     weighted_mean,
 )
 from steppe.analysis.hessian import Hessian
@@ -27,7 +24,6 @@ from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
 KINDS = ("random", "sam", "pgd")
-Scale = Literal["isotropic", "filter"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,14 +43,8 @@ class RadiusCurve(Result):
     kinds: tuple[str, ...]
     batch: int
     directions: int
-    scale: str
     steps: int
     seed: int
-
-    @property
-    def sigma(self) -> Tensor:
-        """The radii as isotropic standard deviations: `radius / sqrt(d)`."""
-        return self.radii / math.sqrt(self.origin["parameters"])
 
     def radii_at(self, rise: float) -> Tensor:
         """For each kind, the radius at which the mean loss lies `rise` above `base`: equal effect.
@@ -96,7 +86,6 @@ def perturbation_curve(
     batch: int = 256,
     *,
     directions: int | None = None,
-    scale: Scale = "isotropic",
     steps: int = 10,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -104,14 +93,13 @@ def perturbation_curve(
 ) -> RadiusCurve:
     """The loss at `w + eps` with `‖eps‖ = r`, averaged, for each radius r.
 
-    - `"random"`: over fixed random directions u (16 by default), each taken both ways. Isotropic
-      ones are orthonormal; filter-scaled ones move each filter in proportion to its norm.
+    - `"random"`: over fixed random orthonormal directions u (16 by default), each taken both ways.
     - `"sam"`: along the gradient of each batch, measured on that batch.
     - `"pgd"`: the largest loss that `steps` steps of ascent find on each batch, from SAM's point.
 
     The smaller the batch, the farther the adversarial curves lie above the random one. Second
-    order says `L + r²/2 mean(u'Hu)`, which for isotropic directions is `L + r² tr(H)/2d`, and
-    `L + r ‖g‖ + r²/2 v'Hv` with `v = g/‖g‖` for SAM.
+    order says `L + r²/2 mean(u'Hu)`, in expectation `L + r² tr(H)/2d`, and `L + r ‖g‖ + r²/2 v'Hv`
+    with `v = g/‖g‖` for SAM.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
@@ -124,9 +112,9 @@ def perturbation_curve(
     check_problem(problem)
     lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
     count = min(16, problem.size) if directions is None else directions
-    _check(problem, lengths, kinds, batch, count, scale, steps)
+    _check(problem, lengths, kinds, batch, count, steps)
     settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
-    settings |= {"scale": scale, "steps": steps, "seed": seed, "origin": problem.describe()}
+    settings |= {"steps": steps, "seed": seed, "origin": problem.describe()}
     store = Checkpoint(checkpoint, {"analysis": "radius", "radii": lengths, **settings})
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
     bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
@@ -137,7 +125,7 @@ def perturbation_curve(
             (kind, b) for kind in kinds if kind != "random" for b in blocks
         ]
         if "random" in kinds:
-            parts += [("random", u) for u in _directions(replica, count, scale, seed)]
+            parts += [("random", u) for u in orthonormal(replica.centre, count, seed)]
         rows = store.rows(len(parts), lambda i: scan.row(*parts[i]), problem, bar)
     sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
     sizes |= {"random": [1.0] * count}
@@ -194,14 +182,6 @@ class _Scan:
         return loss, [base + r * slope + 0.5 * r * r * curvature for r in self.radii]
 
 
-def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[list[Tensor]]:
-    if scale == "isotropic":
-        return orthonormal(replica.centre, count, seed)
-    norms = [filter_norms(w) for w in replica.centre]
-    draws = [random_like(replica.centre, seed + i) for i in range(count)]
-    return [unit([z * n for z, n in zip(draw, norms, strict=True)]) for draw in draws]
-
-
 def passes(kinds: Sequence[str], count: int, steps: int) -> int:
     """What one radius costs in forwards over all samples; a gradient counts as three."""
     cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
@@ -209,7 +189,7 @@ def passes(kinds: Sequence[str], count: int, steps: int) -> int:
 
 
 def _check(
-    problem: Problem, radii: list[float], kinds: Sequence[str], batch: int, count: int, scale: str, steps: int
+    problem: Problem, radii: list[float], kinds: Sequence[str], batch: int, count: int, steps: int
 ) -> None:  # fmt: skip
     if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
         raise ValueError(f"radii must be finite numbers of at least 0, at least one; got {radii}.")
@@ -217,10 +197,8 @@ def _check(
         raise ValueError(f"kinds must be some of {KINDS}, got {kinds!r}.")
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, got {batch} and {steps}.")
-    if scale not in ("isotropic", "filter"):
-        raise ValueError(f'scale must be "isotropic" or "filter", got {scale!r}.')
-    if not 1 <= count <= (problem.size if scale == "isotropic" else math.inf):
+    if not 1 <= count <= problem.size:
         raise ValueError(
             f"directions must be between 1 and the number of weights, {problem.size} "
-            f"(isotropic directions are orthogonal); got {count}."
+            f"(they are orthogonal); got {count}."
         )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from steppe.batchnorm import recompute_norm_stats
+
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
 
@@ -133,23 +135,11 @@ class Replica:
         squares = sum(p.detach().double().square().sum().item() for p in self.params)
         return 0.5 * self.problem.weight_decay * squares
 
-    @torch.no_grad()
     def refresh_statistics(self) -> None:
         """Recompute BatchNorm's statistics over all samples, if the weights moved since."""
-        if not self._stale or not self.norms:
-            return
-        for norm in self.norms:
-            norm.reset_running_stats()
-            norm.train()
-        seen = 0
-        for x, _ in self.batches():
-            seen += len(x)
-            for norm in self.norms:
-                norm.momentum = len(x) / seen  # a running mean over samples, not over batches
-            self.model(x)
-        for norm in self.norms:
-            norm.eval()
-        self._stale = False
+        if self._stale:
+            recompute_norm_stats(self.model, self.batches())
+            self._stale = False
 
 
 @functools.cache

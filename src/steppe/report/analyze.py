@@ -189,8 +189,6 @@ class RadiusOf(Analysis):
     """Samples that give an adversarial direction; decides how far apart the curves lie."""
     directions: int = 16
     """Random directions, each taken both ways."""
-    scale: Literal["isotropic", "filter"] = "isotropic"
-    """Random directions alike in all weights, or in proportion to each filter's norm."""
     steps: int = 10
     """Steps of ascent of pgd."""
     seed: int = 0

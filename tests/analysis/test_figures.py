@@ -44,15 +44,13 @@ def written(figure, folder):
     return figure
 
 
-@pytest.mark.parametrize("kind", ["contour", "surface", "heat"])
-def test_methods_share_one_colour_scale(kind, surfaces, tmp_path):
-    figure = written(figures.landscape_figure(surfaces, kind), tmp_path)
+def test_methods_share_one_colour_scale(surfaces, tmp_path):
+    figure = written(figures.landscape_figure(surfaces), tmp_path)
     assert [axis.get_title() for axis in figure.axes[:2]] == ["SGD", "RWP"]
     low = min(result.loss.min().item() for result in surfaces.values())
     high = max(result.loss.max().item() for result in surfaces.values())
-    if kind != "surface":
-        for axis in figure.axes[:2]:
-            assert axis.collections[0].get_clim() == pytest.approx((low, high))
+    for axis in figure.axes[:2]:
+        assert axis.collections[0].get_clim() == pytest.approx((low, high))
     assert len(figure.axes) == 3  # two panels, one colour bar
 
 
@@ -61,19 +59,11 @@ def test_holes_are_left_empty_and_counted(surfaces, tmp_path):
     torn[0, :3] = float("nan")
     torn[1, 0] = float("inf")
     result = replace(surfaces["SGD"], loss=torn)
-    figure = written(figures.landscape_figure({"SGD": result}, "heat"), tmp_path)
+    figure = written(figures.landscape_figure({"SGD": result}), tmp_path)
     assert figure.axes[0].get_title() == "SGD (4 not finite)"
     assert figure.axes[0].collections[0].get_array().mask.sum() == 4
-    written(figures.landscape_figure(result, "surface"), tmp_path)
     with pytest.raises(ValueError, match="no finite point to show"):
         figures.landscape_figure(replace(result, loss=torch.full((5, 5), float("nan"))))
-
-
-def test_accuracy_can_be_shown_where_there_is_one(surfaces, tmp_path):
-    written(figures.landscape_figure(surfaces, "heat", value="accuracy"), tmp_path)
-    without = replace(surfaces["SGD"], accuracy=None)
-    with pytest.raises(ValueError, match="has no accuracy: its targets are not classes"):
-        figures.landscape_figure(without, value="accuracy")
 
 
 def test_spectra_mark_the_largest_eigenvalue(problems, tmp_path):
@@ -110,14 +100,13 @@ def test_radius_curves_carry_error_bars_and_theory(problems, tmp_path):
 
 
 def test_the_trade_off_draws_every_lam(tmp_path):
-    figure = written(figures.tradeoff_figure(lams=(1.0, 0.5)), tmp_path)
+    figure = written(figures.tradeoff_figure(), tmp_path)
     labels = words_of(figure.axes[0].get_legend())
-    assert labels == [r"$\lambda$ = 1 (RWP)", r"$\lambda$ = 0.5"]
+    assert labels[0] == r"$\lambda$ = 1 (RWP)"
+    assert labels[1:] == [rf"$\lambda$ = {lam}" for lam in (0.9, 0.7, 0.5, 0.3)]
 
 
 def test_bad_input_is_named(surfaces, monkeypatch):
-    with pytest.raises(ValueError, match='kind must be "contour", "surface" or "heat"'):
-        figures.landscape_figure(surfaces, "map")
     with pytest.raises(ValueError, match="nothing to draw"):
         figures.spectrum_figure({})
     real = builtins.__import__

@@ -170,7 +170,9 @@ class _Search:
         """
         known = torch.stack([pair.vector for pair in found])
         locked = tuple(torch.linalg.qr(known.T)[0].T)
-        krylov = Krylov(self.hessian.size, self.hessian.eps, self.seed + 1, locked)
+        # Each time from another start: what is left of the last one has no part in a further copy.
+        seed = self.seed + self.hessian.count
+        krylov = Krylov(self.hessian.size, self.hessian.eps, seed, locked)
         (pair,) = self._pairs(krylov, 1, below=(found[-1].value, steps))
         if pair.value - found[-1].value <= pair.residual + found[-1].residual:
             return False

@@ -48,7 +48,7 @@ class Hessian:
     def product(self, vector: Sequence[Tensor], rows: slice = slice(None)) -> list[Tensor]:
         """`H v` at the present weights as float64 tensors, one for each parameter."""
         self.count += 1
-        replica, wd = self.replica, self.replica.problem.weight_decay
+        replica = self.replica
         replica.refresh_statistics()
         sums = [torch.zeros_like(p, dtype=torch.float64) for p in replica.params]
         count = 0
@@ -59,7 +59,7 @@ class Hessian:
             for s, h in zip(sums, products, strict=True):
                 s.add_(h, alpha=len(x))
             count += len(x)
-        return [s.div_(count).add_(v, alpha=wd) for s, v in zip(sums, vector, strict=True)]
+        return [s.div_(count) for s in sums]
 
     def curvature(self, vector: Sequence[Tensor], rows: slice = slice(None)) -> float:
         """`v' H v`."""

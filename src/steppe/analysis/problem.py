@@ -22,7 +22,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Problem:
-    """The loss `L(w) = mean_i loss(model_w(x_i), y_i) + weight_decay/2 ‖w‖²` on fixed samples.
+    """The loss `L(w) = mean_i loss(model_w(x_i), y_i)` on fixed samples.
 
     - `loss(output, target)` gives the mean over the samples of one batch. The analyses work on
       private copies of the model, with the weights that it has when they start.
@@ -47,7 +47,6 @@ class Problem:
     data: Any
     bn: BatchNormMode = "eval"
     params: Iterable[str | Tensor] | None = None
-    weight_decay: float = 0.0
     microbatch: int = 64
     names: tuple[str, ...] = field(init=False)
 
@@ -55,7 +54,6 @@ class Problem:
         if self.bn not in get_args(BatchNormMode):
             raise ValueError(f'bn must be "eval", "batch" or "recalibrate", got {self.bn!r}.')
         check_number("microbatch", self.microbatch, whole=True)
-        check_number("weight_decay", self.weight_decay)
         _check_kinds(self.model, self.loss)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         object.__setattr__(self, "data", _as_samples(self.data, dtype))
@@ -106,7 +104,6 @@ class Problem:
             "bn": self.bn,
             "parameters": self.size,
             "params": list(self.names) if self.params is not None else None,
-            "weight_decay": self.weight_decay,
             "microbatch": self.microbatch,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "torch": torch.__version__,

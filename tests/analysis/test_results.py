@@ -22,7 +22,6 @@ from steppe.analysis import (
     spectrum,
     top_eigs,
 )
-from steppe.analysis.progress import Checkpoint, Progress
 
 from .known import quadratic, rotated, settled_net
 
@@ -78,54 +77,6 @@ def test_the_wrong_file_is_named(tmp_path):
     assert isinstance(Spectrum.load(path), Spectrum)
     with pytest.raises(ValueError, match="holds 'Spectrum', wanted Landscape"):
         Landscape.load(path)
-
-
-class Stopped(Exception):  # noqa: N818
-    pass
-
-
-@pytest.mark.parametrize("after", [1, 5, 8])
-@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
-def test_a_stopped_analysis_goes_on_to_the_same_result(make, after, tmp_path, monkeypatch):
-    problem = net_problem()
-    whole = make(problem)
-    path = tmp_path / "half.npz"
-    saves = 0
-    save = Checkpoint.save
-
-    def stop_after(self, state):
-        nonlocal saves
-        self.every = 0.0
-        save(self, state)
-        saves += 1
-        if saves == after:
-            raise Stopped
-
-    monkeypatch.setattr(Checkpoint, "save", stop_after)
-    with pytest.raises(Stopped):
-        make(problem, checkpoint=path)
-    assert path.exists()
-    resumed = make(problem, checkpoint=path)
-    assert not path.exists()
-    same(whole, resumed, but=("seconds",))
-
-
-def test_a_checkpoint_of_another_analysis_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "half.npz"
-    store = Checkpoint(path, {"analysis": "landscape", "n": 3}, every=0.0)
-    store.save(lambda: {"done": torch.tensor(2)})
-    with pytest.raises(ValueError, match=r"n was 3, is 5.*Delete it"):
-        landscape(net_problem(), n=5, checkpoint=path)
-
-
-def test_a_resumed_bar_counts_what_is_left(capsys):
-    bar = Progress("scan", 8, show=True)
-    bar.start(net_problem(), part=0.5)
-    bar.step()
-    bar.close()
-    shown = capsys.readouterr().err
-    assert "scan: 8 forwards, 4 to go" in shown
-    assert "62%" in shown
 
 
 def test_the_estimate_counts_what_torch_counts():

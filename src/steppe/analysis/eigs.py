@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.results import Result
 
 
@@ -39,7 +38,6 @@ def top_eigs(
     *,
     seed: int = 0,
     max_steps: int = 300,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Eigenvalues:
     """The `k` largest eigenvalues of the Hessian by Lanczos, each to `tol` of its own size.
@@ -69,11 +67,9 @@ def top_eigs(
     if max_steps < k:
         raise ValueError(f"max_steps={max_steps} cannot give {k} eigenvalues.")
     origin = problem.describe()
-    settings = {"analysis": "top_eigs", "k": k, "tol": tol, "seed": seed, **origin}
-    store = Checkpoint(checkpoint, settings)
     bar = Progress("top_eigs", min(max_steps, problem.size), progress)
     with problem.replica() as replica:
-        search = _Search(Hessian(replica), k, tol, seed, max_steps, store, bar)
+        search = _Search(Hessian(replica), k, tol, seed, max_steps, bar)
         found = search.run()
         bar.close()
     if not search.converged:
@@ -84,7 +80,6 @@ def top_eigs(
             RuntimeWarning,
             stacklevel=2,
         )
-    store.remove()
     return Eigenvalues(
         origin=origin,
         values=torch.tensor([pair.value for pair in found], dtype=torch.float64),
@@ -112,16 +107,12 @@ class _Search:
     tol: float
     seed: int
     max_steps: int
-    checkpoint: Checkpoint
     bar: Progress
     converged: bool = True
 
     def run(self) -> list[_Pair]:
         krylov = Krylov(self.hessian.size, self.hessian.eps, self.seed)
-        if stored := self.checkpoint.load():
-            krylov.restore(stored)
-            self.hessian.count = len(krylov)
-        self.bar.start(self.hessian.replica.problem, "products", part=len(krylov) / self.bar.total)
+        self.bar.start(self.hessian.replica.problem, "products")
         found = self._pairs(krylov, self.k)
         while self.k > 1 and not krylov.exhausted and self._add_missed(found, len(krylov)):
             pass
@@ -143,8 +134,6 @@ class _Search:
                 self.converged = False
                 break
             krylov.step(self.hessian)
-            if below is None:
-                self.checkpoint.save(krylov.state)
             self.bar.step(f"largest {krylov.ritz()[0][-1]:.4g}" if self.bar.show else "")
         values, vectors, bounds = (part.flip(-1) for part in krylov.ritz())
         return [

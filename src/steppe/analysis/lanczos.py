@@ -91,15 +91,6 @@ class Krylov:
             out.add_(row, alpha=coefficient)
         return out.div_(out.norm())
 
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: as large as the basis."""
-        alpha, beta = (torch.tensor(v, dtype=torch.float64) for v in (self.alpha, self.beta))
-        return {"basis": torch.stack(self.basis), "alpha": alpha, "beta": beta}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self.basis = list(state["basis"])
-        self.alpha, self.beta = state["alpha"].tolist(), state["beta"].tolist()
-
     def _orthogonal(self, w: Tensor) -> Tensor:
         # Twice is enough (Kahan, Parlett): once loses digits when most of w is cancelled.
         for _ in range(2):

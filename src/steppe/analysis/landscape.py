@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from steppe.analysis.directions import filter_normalised, length
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -42,7 +41,6 @@ def landscape(
     span: float = 1.0,
     seeds: tuple[int, int] = (0, 1),
     *,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Landscape:
     """The loss on `n x n` points of `[-span, span]²` along two directions.
@@ -64,8 +62,6 @@ def landscape(
     origin = problem.describe()
     # Whole numbers first: the middle of an odd grid is exactly 0, and both halves mirror.
     axis = span * torch.arange(1 - n, n, 2, dtype=torch.float64) / (n - 1)
-    settings = {"analysis": "landscape", "n": n, "span": span, **origin}
-    store = Checkpoint(checkpoint, {**settings, "directions": list(seeds)})
     bar = Progress("landscape", n * n, progress)
     with problem.replica() as replica:
         d1, d2 = (_direction(replica, seed) for seed in seeds)
@@ -78,7 +74,7 @@ def landscape(
             return torch.tensor([loss, math.nan if right is None else right], dtype=torch.float64)
 
         centre = replica.evaluate()[0]
-        loss, accuracy = store.rows(n * n, point, problem, bar).reshape(n, n, 2).unbind(2)
+        loss, accuracy = bar.rows(n * n, point, problem).reshape(n, n, 2).unbind(2)
     return Landscape(
         origin=origin,
         a=axis,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from steppe.analysis.directions import (
 )
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -88,7 +87,6 @@ def perturbation_curve(
     directions: int | None = None,
     steps: int = 10,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> RadiusCurve:
     """The loss at `w + eps` with `‖eps‖ = r`, averaged, for each radius r.
@@ -115,7 +113,6 @@ def perturbation_curve(
     _check(problem, lengths, kinds, batch, count, steps)
     settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
     settings |= {"steps": steps, "seed": seed, "origin": problem.describe()}
-    store = Checkpoint(checkpoint, {"analysis": "radius", "radii": lengths, **settings})
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
     bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
     with problem.replica() as replica:
@@ -126,7 +123,7 @@ def perturbation_curve(
         ]
         if "random" in kinds:
             parts += [("random", u) for u in orthonormal(replica.centre, count, seed)]
-        rows = store.rows(len(parts), lambda i: scan.row(*parts[i]), problem, bar)
+        rows = bar.rows(len(parts), lambda i: scan.row(*parts[i]), problem)
     sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
     sizes |= {"random": [1.0] * count}
     of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from steppe.analysis.directions import ascend, random_like, sam_direction, weighted_mean
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
@@ -50,7 +49,6 @@ def sharpness(
     draws: int = 16,
     steps: int = 10,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Sharpness:
     """m-sharpness: the rise `L_S(w + eps) - L_S(w)` over parts S of m samples, averaged over S.
@@ -80,18 +78,17 @@ def sharpness(
     sizes = [float(b - a) for a, b in pairwise(edges)]
     settings: dict[str, Any] = {"rho": rho, "case": case, "m": m, "adaptive": adaptive}
     settings |= {"draws": draws, "steps": steps, "seed": seed, "origin": problem.describe()}
-    store = Checkpoint(checkpoint, {"analysis": "sharpness", **settings})
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
     with problem.replica() as replica:
         scales = [w.abs() for w in replica.centre] if adaptive else None
         scan = _Scan(replica, rows, scales)
         base = scan.losses()
         if case == "worst":
-            rises = store.rows(parts, lambda i: scan.worst(i, rho, steps), problem, bar) - base
+            rises = bar.rows(parts, lambda i: scan.worst(i, rho, steps), problem) - base
             value, error = weighted_mean(rises, sizes)
         else:
             std = rho / math.sqrt(problem.size)
-            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), problem, bar) - base
+            every = bar.rows(draws, lambda i: scan.both_ways(seed + i, std), problem) - base
             rises = every.mean(0)
             value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
     return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)

@@ -19,7 +19,6 @@ from steppe.analysis.directions import (
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Progress, Show
-from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 
 KINDS = ("random", "sam", "pgd")
@@ -117,13 +116,22 @@ def perturbation_curve(
     bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
-        scan = _Scan(replica, Hessian(replica), lengths, base, steps)
+        hessian = Hessian(replica)
         parts: list[tuple[str, Any]] = [
             (kind, b) for kind in kinds if kind != "random" for b in blocks
         ]
         if "random" in kinds:
             parts += [("random", u) for u in orthonormal(replica.centre, count, seed)]
-        rows = bar.rows(len(parts), lambda i: scan.row(*parts[i]), problem)
+
+        def row(index: int) -> Tensor:
+            kind, part = parts[index]
+            if kind == "random":
+                found = _random(hessian, part, lengths, base)
+            else:
+                found = _adversarial(hessian, part, lengths, steps if kind == "pgd" else 0)
+            return torch.tensor(found, dtype=torch.float64)
+
+        rows = bar.rows(len(parts), row, problem)
     sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
     sizes |= {"random": [1.0] * count}
     of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}
@@ -138,45 +146,34 @@ def perturbation_curve(
     )
 
 
-@dataclass
-class _Scan:
-    """Rows of (loss, second-order theory) over the radii, one for each direction or batch."""
+def _random(
+    hessian: Hessian, u: list[Tensor], radii: list[float], base: float
+) -> tuple[list[float], list[float]]:
+    """Loss and second-order theory along one direction, both ways: odd terms cancel."""
+    replica = hessian.replica
+    replica.place(replica.centre)
+    curvature = hessian.curvature(u)
+    loss = []
+    for r in radii:
+        both = []
+        for sign in (1.0, -1.0):
+            replica.offset(u, sign * r)
+            both.append(replica.evaluate()[0])
+        loss.append(sum(both) / 2)
+    return loss, [base + 0.5 * r * r * curvature for r in radii]
 
-    replica: Replica
-    hessian: Hessian
-    radii: list[float]
-    base: float
-    steps: int
 
-    def row(self, kind: str, part: Any) -> Tensor:
-        loss, theory = self.random(part) if kind == "random" else self.adversarial(part, kind)
-        return torch.tensor([loss, theory], dtype=torch.float64)
-
-    def random(self, u: list[Tensor]) -> tuple[list[float], list[float]]:
-        """The mean of both ways along one direction: odd terms cancel."""
-        replica = self.replica
-        replica.place(replica.centre)
-        curvature = self.hessian.curvature(u)
-        loss = []
-        for r in self.radii:
-            both = []
-            for sign in (1.0, -1.0):
-                replica.offset(u, sign * r)
-                both.append(replica.evaluate()[0])
-            loss.append(sum(both) / 2)
-        return loss, [self.base + 0.5 * r * r * curvature for r in self.radii]
-
-    def adversarial(self, rows: slice, kind: str) -> tuple[list[float], list[float]]:
-        """Along (or from) the gradient of one batch, measured on it."""
-        replica = self.replica
-        v, slope = sam_direction(replica, rows)
-        curvature = self.hessian.curvature(v, rows)
-        base = replica.evaluate(rows)[0]
-        climbing = self.steps if kind == "pgd" else 0
-        loss = [ascend(replica, rows, r, climbing, start=v)[0] for r in self.radii]
-        if climbing:
-            return loss, [math.nan] * len(loss)
-        return loss, [base + r * slope + 0.5 * r * r * curvature for r in self.radii]
+def _adversarial(
+    hessian: Hessian, rows: slice, radii: list[float], steps: int
+) -> tuple[list[float], list[float]]:
+    """The same along (or from, in steps) the gradient of one batch, measured on it."""
+    replica = hessian.replica
+    v, slope = sam_direction(replica, rows)
+    theory = [math.nan] * len(radii)
+    if not steps:
+        base, curvature = replica.evaluate(rows)[0], hessian.curvature(v, rows)
+        theory = [base + r * slope + 0.5 * r * r * curvature for r in radii]
+    return [ascend(replica, rows, r, steps, start=v) for r in radii], theory
 
 
 def passes(kinds: Sequence[str], count: int, steps: int) -> int:

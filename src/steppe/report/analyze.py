@@ -143,7 +143,7 @@ class Analysis(ABC):
 
 
 @dataclass(frozen=True)
-class LandscapeOf(Analysis):
+class Landscape(Analysis):
     """Loss and accuracy over a plane of weights, along two random filter-normalised directions."""
 
     n: int = 51
@@ -162,7 +162,7 @@ class LandscapeOf(Analysis):
 
 
 @dataclass(frozen=True)
-class SpectrumOf(Analysis):
+class Spectrum(Analysis):
     """The density of the Hessian's eigenvalues, by stochastic Lanczos quadrature."""
 
     steps: int = 50
@@ -178,7 +178,7 @@ class SpectrumOf(Analysis):
 
 
 @dataclass(frozen=True)
-class RadiusOf(Analysis):
+class Radius(Analysis):
     """Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
 
     radii: tuple[float, ...] = RADII
@@ -204,7 +204,7 @@ class RadiusOf(Analysis):
 
 
 @dataclass(frozen=True)
-class SharpnessOf(Analysis):
+class Sharpness(Analysis):
     """m-sharpness: how much the loss rises within a radius, at worst or on average."""
 
     rho: float = 0.05
@@ -232,7 +232,7 @@ class SharpnessOf(Analysis):
 
 
 @dataclass(frozen=True)
-class RobustnessOf(Analysis):
+class Robustness(Analysis):
     """What survives rounding, pruning, weight noise and worse inputs, on test data by default."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
@@ -262,7 +262,7 @@ class RobustnessOf(Analysis):
 
 
 @dataclass(frozen=True)
-class EnsembleOf(Analysis):
+class Ensemble(Analysis):
     """Predictions averaged over weight noise beside the single model's, on test data by default."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
@@ -289,14 +289,7 @@ class Analyze:
     """
 
     what: OmitSubcommandPrefixes[
-        OmitArgPrefixes[
-            Annotated[LandscapeOf, tyro.conf.subcommand("landscape")]
-            | Annotated[SpectrumOf, tyro.conf.subcommand("spectrum")]
-            | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
-            | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
-            | Annotated[RobustnessOf, tyro.conf.subcommand("robustness")]
-            | Annotated[EnsembleOf, tyro.conf.subcommand("ensemble")]
-        ]
+        OmitArgPrefixes[Landscape | Spectrum | Radius | Sharpness | Robustness | Ensemble]
     ]
 
     def run(self) -> None:

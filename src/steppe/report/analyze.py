@@ -129,16 +129,10 @@ class Analysis(ABC):
             )
         if self.common.seeds < 1:
             raise LabError(f"seeds must be at least 1, got {self.common.seeds}.")
-        from steppe.report.subjects import find_runs, runs_by_method
+        from steppe.report.subjects import named_runs
 
-        found: dict[Path, Run] = {}
-        for name in self.runs:
-            if name.endswith(".json"):
-                methods = runs_by_method(name, self.common.store)
-                chosen = [run for _, runs in methods for run in runs[: self.common.seeds]]
-            else:
-                chosen = find_runs(name, self.common.store)
-            found.update({run.folder: run for run in chosen})
+        methods = named_runs(self.runs, self.common.store)
+        found = {r.folder: r for _, runs in methods for r in runs[: self.common.seeds]}
         return list(found.values())
 
 

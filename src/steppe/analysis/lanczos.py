@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 Operator = Callable[[Tensor], Tensor]
@@ -77,10 +78,7 @@ class Krylov:
 
         The bound of value i is `beta_m |s_mi|`: some eigenvalue lies no farther away.
         """
-        off = torch.tensor(self.beta[:-1], dtype=torch.float64)
-        T = torch.diag(torch.tensor(self.alpha, dtype=torch.float64))
-        T = T + torch.diag(off, 1) + torch.diag(off, -1)
-        values, vectors = torch.linalg.eigh(T)
+        values, vectors = map(torch.from_numpy, eigh_tridiagonal(self.alpha, self.beta[:-1]))
         last = 0.0 if self.exhausted else self.beta[-1]
         return values, vectors, (last * vectors[-1]).abs()
 

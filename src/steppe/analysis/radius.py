@@ -109,7 +109,19 @@ def perturbation_curve(
     check_problem(problem)
     lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
     count = min(16, problem.size) if directions is None else directions
-    _check(problem, lengths, kinds, batch, count, steps)
+    if not lengths or not all(math.isfinite(r) and r >= 0 for r in lengths):
+        raise ValueError(
+            f"radii must be finite numbers of at least 0, at least one; got {lengths}."
+        )
+    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
+        raise ValueError(f"kinds must be some of {KINDS}, got {kinds!r}.")
+    if batch < 1 or steps < 1:
+        raise ValueError(f"batch and steps must be at least 1, got {batch} and {steps}.")
+    if not 1 <= count <= problem.size:
+        raise ValueError(
+            f"directions must be between 1 and the number of weights, {problem.size} "
+            f"(they are orthogonal); got {count}."
+        )
     settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
     settings |= {"steps": steps, "seed": seed, "origin": problem.describe()}
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
@@ -180,19 +192,3 @@ def passes(kinds: Sequence[str], count: int, steps: int) -> int:
     """What one radius costs in forwards over all samples; a gradient counts as three."""
     cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
     return sum(cost[kind] for kind in kinds)
-
-
-def _check(
-    problem: Problem, radii: list[float], kinds: Sequence[str], batch: int, count: int, steps: int
-) -> None:  # fmt: skip
-    if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
-        raise ValueError(f"radii must be finite numbers of at least 0, at least one; got {radii}.")
-    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
-        raise ValueError(f"kinds must be some of {KINDS}, got {kinds!r}.")
-    if batch < 1 or steps < 1:
-        raise ValueError(f"batch and steps must be at least 1, got {batch} and {steps}.")
-    if not 1 <= count <= problem.size:
-        raise ValueError(
-            f"directions must be between 1 and the number of weights, {problem.size} "
-            f"(they are orthogonal); got {count}."
-        )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from steppe.analysis import RadiusCurve, Result, Robustness
+from steppe.analysis import RadiusCurve, Result
 from steppe.lab.statistics import mean_std
 from steppe.lab.survival import survival_table
 from steppe.report import charts
@@ -23,9 +23,8 @@ from steppe.report.sections import (
     legend,
     note,
 )
-from steppe.report.survival import BACKWARDS, has_accuracy, measured_alike, survival_curves
+from steppe.report.survival import BACKWARDS, Groups, shared_curves
 
-Groups = Mapping[int, Sequence[Robustness]]
 KINDS = {
     "random": "random directions",
     "sam": "adversarial, one step",
@@ -55,25 +54,24 @@ def _compressed(gathered: Gathered) -> str:
 
 
 def _charts(gathered: Gathered, groups: Groups) -> str:
-    every = [one for group in groups.values() for one in group]
-    if len({measured_alike(one) for one in every}) != 1:
+    found = shared_curves(groups)
+    if found is None:
         words = (
             "The stored analyses of robustness were not measured alike (other seeds, samples or "
             "settings), so they are not drawn together. Analyse again: "
         )
         return advice(words, gathered.command("steppe analyze robustness --again"))
-    accuracy = has_accuracy(every)
-    label = "accuracy %" if accuracy else "loss"
-    curves = {index: survival_curves(group, accuracy) for index, group in groups.items()}
+    label, curves = "accuracy %" if found[0] else "loss", found[1]
     drawn = []
-    for statistics in every[0].statistics:
-        for panel in next(iter(curves.values()))[statistics]:
+    first = next(iter(curves.values()))
+    for statistics, panels in first.items():
+        for panel in panels:
             series = []
             for index, its in curves.items():
                 x, y, halves = zip(*its[statistics][panel], strict=True)
                 points = list(zip(x, y, strict=True))
                 series.append(Series(gathered.rows[index].label, index, points, halves))
-            way = f", BatchNorm {statistics}" if len(every[0].statistics) > 1 else ""
+            way = f", BatchNorm {statistics}" if len(first) > 1 else ""
             drawn.append(_chart(series, panel, way, label))
     about = "One run a method; bars are the standard deviation over draws of noise."
     if (runs := len(next(iter(groups.values())))) > 1:

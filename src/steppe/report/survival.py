@@ -24,6 +24,8 @@ UNCHANGED = {kind: 0.0 for kind in AXES if kind != "rounding"} | {"contrast": 1.
 BACKWARDS = ("bits", "contrast")
 """Changes that are the stronger the smaller their number."""
 
+Groups = Mapping[int, Sequence[Robustness]]
+"""Results by the number of their row."""
 Results = Robustness | Sequence[Robustness] | Mapping[str, Robustness | Sequence[Robustness]]
 
 
@@ -55,6 +57,15 @@ def has_accuracy(results: Results) -> bool:
     """Whether all of them know an accuracy; else curves show the loss."""
     every = [one for group in grouped(results).values() for one in group]
     return not any(bool(one.accuracy.isnan().all()) for one in every)
+
+
+def shared_curves(groups: Groups) -> tuple[bool, dict[int, dict[str, Curves]]] | None:
+    """Whether they have an accuracy, and the curves of each row; None if not measured alike."""
+    every = [one for group in groups.values() for one in group]
+    if len({measured_alike(one) for one in every}) != 1:
+        return None
+    accuracy = has_accuracy(every)
+    return accuracy, {row: survival_curves(group, accuracy) for row, group in groups.items()}
 
 
 def survival_curves(group: Sequence[Robustness], accuracy: bool = True) -> dict[str, Curves]:

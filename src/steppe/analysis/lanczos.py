@@ -37,13 +37,9 @@ class Krylov:
         return len(self.alpha)
 
     @property
-    def room(self) -> int:
-        """How many dimensions the whole space offers."""
-        return self.size - len(self.locked)
-
-    @property
     def exhausted(self) -> bool:
-        return len(self) >= self.room
+        """Whether it spans all of the space."""
+        return len(self) >= self.size - len(self.locked)
 
     @property
     def scale(self) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from steppe import theory
-from steppe.analysis import Landscape, RadiusCurve, Spectrum
+from steppe.analysis import Landscape, RadiusCurve, Robustness, Spectrum
 from steppe.report.canvas import (
     COLOURS,
     SURFACE,
@@ -25,7 +25,7 @@ from steppe.report.canvas import (
     save_figure,
     shared_legend,
 )
-from steppe.report.survival import BACKWARDS, Results, grouped, has_accuracy, survival_curves
+from steppe.report.survival import BACKWARDS, has_accuracy, survival_curves
 
 __all__ = [
     "landscape_figure",
@@ -77,24 +77,25 @@ def landscape_figure(results: Landscape | Mapping[str, Landscape]) -> Figure:
     return figure
 
 
-def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float = 1e-7) -> Figure:
+def spectrum_figure(results: Spectrum | Mapping[str, Spectrum]) -> Figure:
     """Density of the Hessian's eigenvalues, logarithmic, with each largest one marked.
 
-    Panels share both axes: flatter is narrower. `floor` is relative to the highest density.
+    Panels share both axes: flatter is narrower.
     """
     by_name = named(results)
     figure, axes = panels(len(by_name), width=7.0, height=2.0, columns=1, share=True)
     peak = max(float(result.density.max()) for result in by_name.values())
+    floor = 1e-7 * peak
     for i, (axis, (name, result)) in enumerate(zip(axes, by_name.items(), strict=True)):
         colour = COLOURS[i % len(COLOURS)]
-        axis.fill_between(result.grid, floor * peak, result.density, color=colour, alpha=0.35)
+        axis.fill_between(result.grid, floor, result.density, color=colour, alpha=0.35)
         axis.plot(result.grid, result.density, color=colour, linewidth=1)
         axis.axvline(result.largest, color="black", linewidth=0.8, linestyle=":")
         words = rf"$\lambda_{{\max}}$ = {result.largest:.3g} "
         coordinates = ("data", "axes fraction")
         axis.annotate(words, (result.largest, 0.82), xycoords=coordinates, ha="right")
         axis.set_yscale("log")
-        axis.set_ylim(floor * peak, 3 * peak)
+        axis.set_ylim(floor, 3 * peak)
         trace = f"trace {result.trace:.3g} ± {result.trace_error:.1g}"
         axis.set_title(f"{name}, {trace}, BN {result.origin['bn']}", fontsize="medium")
         axis.set_ylabel("density")
@@ -137,17 +138,17 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve], *, rise: flo
     return figure
 
 
-def robustness_figure(results: Results) -> Figure:
+def robustness_figure(results: Robustness | Mapping[str, Robustness]) -> Figure:
     """Accuracy (loss where there is none) against the size of each change, one panel a change.
 
-    A line a name, dotted with BatchNorm recalibrated. Several results of one name, one a seed, are
-    their mean with its 95 % interval; the bars of a single one are the spread over draws of noise.
+    A line a name, dotted with BatchNorm recalibrated. Bars are the spread over draws of noise.
     """
-    accuracy = has_accuracy(results)
+    by_name = named(results)
+    accuracy = has_accuracy(by_name.values())
     lines = []
-    for number, (name, group) in enumerate(grouped(results).items()):
-        for i, (statistics, curves) in enumerate(survival_curves(group, accuracy).items()):
-            words = [name, statistics if len(group[0].statistics) > 1 else ""]
+    for number, (name, result) in enumerate(by_name.items()):
+        for i, (statistics, curves) in enumerate(survival_curves([result], accuracy).items()):
+            words = [name, statistics if len(result.statistics) > 1 else ""]
             lines.append((", ".join(filter(None, words)), number, i, curves))
     shown = list(dict.fromkeys(panel for *_, curves in lines for panel in curves))
     if not shown:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from steppe.analysis import RadiusCurve, Result
 from steppe.lab.statistics import mean_std
@@ -12,7 +12,7 @@ from steppe.lab.survival import survival_table
 from steppe.report import charts
 from steppe.report.charts import Series, line_chart, shown, shown_within, tag, text
 from steppe.report.gathered import Gathered
-from steppe.report.maps import PALETTE, grid_of, heights_of, landscape_map, scale_bar
+from steppe.report.maps import grid_of, heights_of, landscape_map, scale_bar
 from steppe.report.sections import (
     Absent,
     Section,
@@ -121,9 +121,13 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
         words = f"{name}: loss {shown(surface.centre, 3)} at the centre, {top}"
         holes = f"; {surface.holes} points not finite, left empty" if surface.holes else ""
         label = f"Turnable surface of the loss. {words}{holes}. Arrow keys turn it."
-        canvas = tag("canvas", tabindex=0, role="img", aria_label=label, data_surface=index,
-                     width=480, height=380)  # fmt: skip
-        views.append(captioned(canvas, words + holes + "."))
+        data = {
+            "data_surface": json.dumps(grid_of(surface, heights), separators=(",", ":")),
+            "data_low": shown(heights.low, 3),
+            "data_high": shown(heights.high, 3),
+        }
+        canvas = {"tabindex": 0, "role": "img", "aria_label": label, "width": 480, "height": 380}
+        views.append(captioned(tag("canvas", **canvas, **data), words + holes + "."))
         maps.append(captioned(landscape_map(name, surface, heights), name))
     buttons = zip("←→↑↓+−", ("left", "right", "up", "down", "in", "out"), strict=True)
     controls = "".join(
@@ -143,26 +147,6 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
         + note(origin_words(surfaces.values()))
     )
     return Section("landscapes", "Landscapes", body)
-
-
-def surface_data(gathered: Gathered) -> dict[str, Any]:
-    """What the 3-D view needs, for JSON."""
-    surfaces = gathered.results("landscape")
-    if not surfaces:
-        return {}
-    heights = heights_of(list(surfaces.values()))
-    return {
-        "colours": [f"#{value}" for value in PALETTE],
-        "surfaces": {
-            str(index): {
-                "heights": grid_of(surface, heights),
-                "span": float(surface.a[-1]),
-                "low": shown(heights.low, 3),
-                "high": shown(heights.high, 3),
-            }
-            for index, surface in surfaces.items()
-        },
-    }
 
 
 def spectrum_section(gathered: Gathered) -> Section | Absent:

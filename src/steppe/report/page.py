@@ -41,9 +41,8 @@ def page(gathered: Gathered) -> str:
     )
     main = tag("main", *map(_placed, made))
     made_by = f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."
-    data = _data(minima.surface_data(gathered))
     script = f"<script>{asset('report.js')}</script>"
-    body = head + main + tag("footer", text(made_by)) + data + script
+    body = head + main + tag("footer", text(made_by)) + script
     return (
         '<!DOCTYPE html>\n<html lang="en" class="no-script">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -88,12 +87,6 @@ def _placed(part: Section | Absent) -> str:
         return tag("section", heading, part.body, id=part.key, aria_labelledby=f"{part.key}-title")
     words = f"{part.title}: nothing is stored for these runs. This makes it: "
     return sections.advice(words, part.command, "absent")
-
-
-def _data(content: dict[str, Any]) -> str:
-    """JSON inside the page; no `<` in it can end the script."""
-    dumped = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="data">{dumped}</script>'
 
 
 def provenance_section(gathered: Gathered) -> Section:

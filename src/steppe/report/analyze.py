@@ -54,9 +54,12 @@ class Analysis(ABC):
     """Runs: names, folders, patterns with *, or a comparison's FILE.json."""
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
 
-    name: ClassVar[str]
     function: ClassVar[str] = ""
     """Its name in `steppe.analysis`, where it differs."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
 
     def options(self) -> dict[str, Any]:
         """The options that are not common to all analyses."""
@@ -146,7 +149,6 @@ class Landscape(Analysis):
     """How far to go along each direction."""
     directions: tuple[int, int] = (0, 1)
     """Seeds of the two directions."""
-    name: ClassVar[str] = "landscape"
 
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"n": self.n, "span": self.span, "seeds": self.directions}
@@ -165,7 +167,6 @@ class Spectrum(Analysis):
     """Random starting vectors."""
     seed: int = 0
     """Of the probes."""
-    name: ClassVar[str] = "spectrum"
 
     def work(self, problem: Problem) -> dict[str, int]:
         return {"products": min(self.steps, problem.size) * self.probes}
@@ -187,7 +188,6 @@ class Radius(Analysis):
     """Steps of ascent of pgd."""
     seed: int = 0
     """Of the random directions."""
-    name: ClassVar[str] = "radius"
     function: ClassVar[str] = "perturbation_curve"
 
     def work(self, problem: Problem) -> dict[str, int]:
@@ -215,7 +215,6 @@ class Sharpness(Analysis):
     """Steps of ascent of the worst case."""
     seed: int = 0
     """Of the random perturbations."""
-    name: ClassVar[str] = "sharpness"
 
     @property
     def stem(self) -> str:
@@ -238,7 +237,6 @@ class Robustness(Analysis):
     """Change weights of two or more dimensions without embeddings, or every parameter."""
     seed: int = 0
     """Of the noise."""
-    name: ClassVar[str] = "robustness"
 
     def arguments(self, run: Run) -> dict[str, Any]:
         from steppe.lab.problems import load_trained, training_batches
@@ -266,7 +264,6 @@ class Ensemble(Analysis):
     """Draws that are averaged; as many forwards a prediction."""
     seed: int = 0
     """Of the noise."""
-    name: ClassVar[str] = "ensemble"
 
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"ratio": self.ratio, "samples": self.draws, "seed": self.seed}

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("steppe")
 
-RECIPES = {
-    "1": "cifar10-resnet18",
-    "2": "cifar100-resnet18",
-    "3": "cifar100-resnet18",
-    "4": "cifar10-resnet18",
-    "5": "cifar10-resnet18",
-}
 METHODS = {
     "1": ("sgd",),
     "2": ("rwp:sigma=.01", "m-rwp:sigma=.01"),
@@ -74,7 +67,8 @@ class PaperFigure:
 
     @property
     def _recipe(self) -> str:
-        return self.recipe or RECIPES[self.number]
+        usual = "cifar100-resnet18" if self.number in ("2", "3") else "cifar10-resnet18"
+        return self.recipe or usual
 
     @property
     def _sweep(self) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from steppe import analysis
 from steppe.analysis import Result
 from steppe.lab.errors import LabError
@@ -21,6 +19,7 @@ from steppe.report.analyses import FOLDER, load
 from steppe.report.canvas import (
     COLOURS,
     error_bars,
+    line_style,
     named,
     panels,
     save_figure,
@@ -62,43 +61,49 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
 
 def eigenvalue_figure(results: Mapping[str, analysis.Eigenvalues]) -> Figure:
     """The largest eigenvalues by rank, with their residual bounds."""
-    values = {name: (result.values, result.residuals) for name, result in results.items()}
-    return _counted("rank", {"eigenvalue of the Hessian": values})
+    figure, (axis,) = panels(1, width=5.0)
+    for i, (name, result) in enumerate(results.items()):
+        ranks = range(1, len(result.values) + 1)
+        error_bars(axis, i, ranks, result.values, result.residuals, name)
+    axis.set_xlabel("rank")
+    axis.set_ylabel("eigenvalue of the Hessian")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if any(results):
+        axis.legend(frameon=False)
+    return figure
 
 
 def sharpness_figure(results: Mapping[str, analysis.Sharpness]) -> Figure:
-    """The rise of the loss on each part of m samples, and its mean in the legend."""
+    """The rise of the loss: its mean with a standard error, and each part of m samples as a dot."""
+    figure, (axis,) = panels(1, width=5.0)
+    for i, result in enumerate(results.values()):
+        colour = COLOURS[i % len(COLOURS)]
+        axis.bar(i, result.value, color=colour, alpha=0.35, width=0.6)
+        axis.errorbar(i, result.value, yerr=result.error, color=colour, capsize=4)
+        parts = result.rises.flatten()
+        axis.plot([i] * len(parts), parts, "o", color=colour, markersize=3, alpha=0.6)
     first = next(iter(results.values()))
+    axis.set_xticks(range(len(results)), list(results))
+    axis.set_xlim(-1, len(results))
+    axis.set_ylabel("rise of the loss")
     kind = f"{first.case} case{', adaptive' if first.adaptive else ''}"
-    rises = {
-        f"{name} {r.value:.3g} ± {r.error:.1g}".strip(): (r.rises, None)
-        for name, r in results.items()
-    }
-    metric = f"rise of the loss, {kind}, rho {first.rho:g}"
-    return _counted(f"part of {first.m} samples", {metric: rises})
+    axis.set_title(f"{kind}, rho {first.rho:g}, m = {first.m}", fontsize="medium")
+    return figure
 
 
 def ensemble_figure(results: Mapping[str, analysis.Ensemble]) -> Figure:
-    """NLL, accuracy and calibration error against the number of draws averaged, after the single model."""
-    shown = {"NLL": 1, "accuracy %": 100, "ECE %": 100}
-    every = {n: torch.cat([r.single[None], r.averaged]) for n, r in results.items()}
-    values = {
-        metric: {name: (scale * rows[:, place], None) for name, rows in every.items()}
-        for place, (metric, scale) in enumerate(shown.items())
-    }
-    return _counted("draws averaged (0: the single model)", values, first=0)
-
-
-def _counted(counted: str, shown: Mapping[str, Mapping[str, Any]], first: int = 1) -> Figure:
-    """A panel a label, a line a name: values and their errors by number."""
-    figure, axes = panels(len(shown), width=5.0 if len(shown) == 1 else 3.2)
-    for axis, (metric, lines) in zip(axes, shown.items(), strict=True):
-        for i, (name, (values, errors)) in enumerate(lines.items()):
-            error_bars(axis, i, range(first, first + len(values)), values, errors, name)
-        axis.set_xlabel(counted)
+    """NLL, accuracy and calibration error against the number of draws averaged; dotted: single model."""
+    figure, axes = panels(3, width=3.2)
+    for place, (axis, metric) in enumerate(zip(axes, ("NLL", "accuracy %", "ECE %"), strict=True)):
+        scale = 100 if place else 1
+        for i, (name, result) in enumerate(results.items()):
+            values = scale * result.averaged[:, place]
+            axis.plot(range(1, len(values) + 1), values, **line_style(i), marker="o", label=name)
+            axis.axhline(scale * result.single[place], color=line_style(i)["color"], ls=":")
+        axis.set_xlabel("draws averaged")
         axis.set_ylabel(metric)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    if any(axes[0].get_legend_handles_labels()):
+    if any(results):
         shared_legend(figure, axes)
     return figure
 

@@ -99,6 +99,6 @@ def full_hessian(problem: Problem) -> Tensor:
         x, y = problem.data
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             out = torch.func.functional_call(problem.model, moved, (x,))
-        return problem.loss(out, y) + 0.5 * problem.weight_decay * w.square().sum()
+        return problem.loss(out, y)
 
     return torch.autograd.functional.hessian(loss, flat, vectorize=True)

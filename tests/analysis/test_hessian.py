@@ -18,14 +18,14 @@ def columns(problem):
 @pytest.mark.parametrize("kind", ["conv", "attention"])
 def test_products_equal_the_full_hessian(kind):
     model, data = settled_net(kind)
-    problem = Problem(model, F.cross_entropy, data, weight_decay=0.01, microbatch=5)
+    problem = Problem(model, F.cross_entropy, data, microbatch=5)
     ours, exact = columns(problem), full_hessian(problem)
     rounding = 1e-11 * exact.abs().max().item()
     torch.testing.assert_close(ours, exact, rtol=0, atol=rounding)
     torch.testing.assert_close(ours, ours.T, rtol=0, atol=rounding)
     with problem.replica() as replica:
         # torch's softmax has no backward through its forward derivative: attention goes by auto.
-        for mode in ("tangent" if kind == "conv" else "auto", "backward", "jvp"):
+        for mode in ("tangent" if kind == "conv" else "auto", "backward"):
             hessian = Hessian(replica, mode)
             for v in torch.randn(4, problem.size).double():
                 torch.testing.assert_close(hessian(v), exact @ v, rtol=0, atol=10 * rounding)
@@ -42,12 +42,13 @@ def test_batch_statistics_are_differentiated_through():
     exact = full_hessian(problem)
     with Problem(model, F.cross_entropy, data, bn="batch").replica() as replica:
         for v in torch.randn(4, problem.size).double():
-            for mode in ("auto", "backward", "jvp"):
+            for mode in ("auto", "backward"):
                 product = Hessian(replica, mode)(v)
                 rounding = 1e-11 * exact.abs().max().item() * v.norm().item()
                 torch.testing.assert_close(product, exact @ v, rtol=0, atol=rounding)
-        with pytest.raises(RuntimeError, match="forward derivatives of this model are off by"):
-            Hessian(replica, "tangent")(v)
+        hessian = Hessian(replica)
+        hessian(v)
+        assert hessian.mode == "backward"  # the forward derivatives of batch statistics are wrong
     assert (exact - frozen).abs().max() > 0.01 * exact.abs().max()
 
 
@@ -129,12 +130,3 @@ def test_parameters_without_curvature_give_zeros():
     curved = Problem(Flat(), lambda out, y: out.square().mean(), data)
     assert torch.equal(columns(curved)[3:], torch.zeros(2, 5).double())
     assert torch.equal(columns(curved)[:3, :3], torch.full((3, 3), 2.0).double())
-
-
-def test_an_unknown_mode_is_named():
-    model, data = settled_net("attention")
-    with (
-        Problem(model, F.cross_entropy, data).replica() as replica,
-        pytest.raises(ValueError, match=r"mode must be one of .*got 'forward'"),
-    ):
-        Hessian(replica, "forward")

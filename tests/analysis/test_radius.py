@@ -1,11 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from steppe.analysis import Problem, perturbation_curve
 
-from .known import full_hessian, quadratic, rotated, settled_net
+from .known import quadratic, rotated, settled_net
 
 EIGENVALUES = torch.tensor([8.0, 3.0, 2.0, 1.0, 0.5, 0.2, 0.1, -0.3], dtype=torch.float64)
 AT = torch.linspace(-1, 2, 8).double()
@@ -87,27 +86,6 @@ def test_uneven_batches_weigh_by_their_samples():
     assert curve.loss.item() == pytest.approx(total / 13, rel=1e-12)
 
 
-def test_filter_scaled_directions_follow_the_filters():
-    """Only the filter with weights moves: the curve is that filter's trace alone."""
-    model = nn.Linear(3, 2, bias=False).double()
-    model.weight.data.copy_(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]]))
-    data = torch.randn(9, 3).double(), torch.zeros(9, 2).double()
-    problem = Problem(
-        model, lambda out, y: (out * torch.tensor([1.0, 100.0])).square().mean(), data
-    )
-    curve = perturbation_curve(problem, [1.0], ["random"], scale="filter", directions=12)
-    trace = full_hessian(problem).diagonal()[:3].sum().item()
-    growth = curve.loss.item() - curve.base
-    assert abs(growth - trace / 6) < 4 * curve.error.item()
-    assert growth < trace
-    torch.testing.assert_close(curve.loss, curve.theory, rtol=1e-12, atol=0)
-
-
-def test_sigma_is_the_radius_for_each_weight():
-    curve = perturbation_curve(quadratic(rotated(torch.ones(4))), [2.0], ["random"])
-    assert curve.sigma.tolist() == [1.0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,7 +95,6 @@ def test_sigma_is_the_radius_for_each_weight():
         ({"kinds": "random"}, "kinds must be some of"),
         ({"batch": 0}, "batch and steps must be at least 1"),
         ({"directions": 9}, "between 1 and the number of weights, 8"),
-        ({"scale": "layer"}, 'scale must be "isotropic" or "filter"'),
     ],
 )
 def test_bad_input_is_named(options, message):

@@ -15,7 +15,6 @@ from steppe.analysis import (
     Spectrum,
     ensemble,
     estimate,
-    interpolate,
     landscape,
     perturbation_curve,
     robustness,
@@ -23,9 +22,6 @@ from steppe.analysis import (
     spectrum,
     top_eigs,
 )
-from steppe.analysis.directions import filter_normalised
-from steppe.analysis.problem import digest
-from steppe.analysis.progress import Checkpoint, Progress
 
 from .known import quadratic, rotated, settled_net
 
@@ -34,7 +30,6 @@ LONG = {
     "top_eigs": lambda p, **o: top_eigs(p, k=3, tol=1e-4, **o),
     "spectrum": lambda p, **o: spectrum(p, steps=8, probes=3, **o),
     "radius": lambda p, **o: perturbation_curve(p, [0.1, 0.2], batch=5, directions=3, steps=2, **o),
-    "interpolate": lambda p, **o: interpolate(p, settled_net("conv", seed=1)[0], n=9, **o),
     "worst": lambda p, **o: sharpness(p, m=1, steps=1, **o),
     "robustness": lambda p, **o: robustness(p, draws=1, recalibrate=[p.data[0]], **o),
     "ensemble": lambda p, **o: ensemble(p, samples=7, **o),
@@ -84,64 +79,6 @@ def test_the_wrong_file_is_named(tmp_path):
         Landscape.load(path)
 
 
-class Stopped(Exception):  # noqa: N818
-    pass
-
-
-@pytest.mark.parametrize("after", [1, 5, 8])
-@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
-def test_a_stopped_analysis_goes_on_to_the_same_result(make, after, tmp_path, monkeypatch):
-    problem = net_problem()
-    whole = make(problem)
-    path = tmp_path / "half.npz"
-    saves = 0
-    save = Checkpoint.save
-
-    def stop_after(self, state):
-        nonlocal saves
-        self.every = 0.0
-        save(self, state)
-        saves += 1
-        if saves == after:
-            raise Stopped
-
-    monkeypatch.setattr(Checkpoint, "save", stop_after)
-    with pytest.raises(Stopped):
-        make(problem, checkpoint=path)
-    assert path.exists()
-    resumed = make(problem, checkpoint=path)
-    assert not path.exists()
-    same(whole, resumed, but=("seconds",))
-
-
-def test_a_checkpoint_of_another_analysis_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "half.npz"
-    store = Checkpoint(path, {"analysis": "landscape", "n": 3}, every=0.0)
-    store.save(lambda: {"done": torch.tensor(2)})
-    with pytest.raises(ValueError, match=r"n was 3, is 5.*Delete it"):
-        landscape(net_problem(), n=5, checkpoint=path)
-
-
-def test_a_line_to_another_net_is_refused(tmp_path):
-    path = tmp_path / "half.npz"
-    origin = net_problem().describe()
-    settings = {"analysis": "interpolate", "n": 3, "start": 0.0, "end": 1.0, **origin}
-    store = Checkpoint(path, {**settings, "other": "another"}, every=0.0)
-    store.save(lambda: {"rows": torch.zeros(1, 2)})
-    with pytest.raises(ValueError, match=r"other was 'another', is '[0-9a-f]{16}'"):
-        interpolate(net_problem(), settled_net("conv", seed=1)[0], n=3, checkpoint=path)
-
-
-def test_a_resumed_bar_counts_what_is_left(capsys):
-    bar = Progress("scan", 8, show=True)
-    bar.start(net_problem(), part=0.5)
-    bar.step()
-    bar.close()
-    shown = capsys.readouterr().err
-    assert "scan: 8 forwards, 4 to go" in shown
-    assert "62%" in shown
-
-
 def test_the_estimate_counts_what_torch_counts():
     model = torch.nn.Linear(10, 4, bias=False)
     problem = Problem(model, F.cross_entropy, (torch.randn(6, 10), torch.zeros(6).long()))
@@ -167,21 +104,3 @@ def test_importing_steppe_does_not_import_the_analyses():
         "import steppe.analysis; assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_plane_along_other_directions_is_refused(tmp_path):
-    """Filter-normalised directions are all as long as the weights: their length tells nothing."""
-    path = tmp_path / "half.npz"
-    problem = net_problem()
-    with problem.replica() as replica:
-        planes = [
-            [filter_normalised(replica.centre, seed) for seed in seeds]
-            for seeds in ((0, 1), (2, 3))
-        ]
-    used = digest([*planes[0][0], *planes[0][1]])
-    settings = {"analysis": "landscape", "n": 3, "span": 1.0, **problem.describe()}
-    store = Checkpoint(path, {**settings, "directions": used}, every=0.0)
-    store.save(lambda: {"rows": torch.zeros(1, 2)})
-    with pytest.raises(ValueError, match=f"directions was '{used}', is '[0-9a-f]{{16}}'"):
-        landscape(problem, n=3, directions=planes[1], checkpoint=path)
-    assert landscape(problem, n=3, directions=planes[0], checkpoint=path).loss[0, 0] == 0

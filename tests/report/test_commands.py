@@ -1,6 +1,5 @@
 """`steppe analyze`, `figure` and `report` on real runs."""
 
-import importlib
 import json
 import re
 import shutil
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from steppe.analysis import Landscape, Result
-from steppe.analysis.progress import Checkpoint
 from steppe.cli import run
 from steppe.lab.runs import Run, Store
 from steppe.report.analyses import problem_of
@@ -48,38 +46,6 @@ def test_other_settings_are_done_anew_after_an_estimate(capsys, in_lab):
     said = says(capsys, "analyze", "landscape", found.name, "--samples", "20", "--n", "5")
     assert "stored already" not in said
     assert Result.load(found.folder / "analysis" / "landscape.npz").loss.shape == (5, 5)
-    shutil.rmtree(found.folder / "analysis")
-
-
-def test_an_interrupted_analysis_goes_on(in_lab, monkeypatch):
-    """The points done before the stop are not done again."""
-    module = importlib.import_module("steppe.analysis.landscape")
-    found = a_run("rwp")
-    arguments = ["analyze", "landscape", found.name, "--samples", "20", "--n", "5", "-q"]
-    places = []
-    real = module.Replica.place
-
-    def place(self, weights):
-        places.append(1)
-        if len(places) == 12:
-            raise KeyboardInterrupt
-        real(self, weights)
-
-    init = Checkpoint.__init__
-    monkeypatch.setattr(
-        Checkpoint,
-        "__init__",
-        lambda self, path, settings: init(self, path, settings, 0.0),
-    )
-    monkeypatch.setattr(module.Replica, "place", place)
-    assert run(arguments) == 130
-    assert len(list((found.folder / "analysis").glob(".landscape-*.npz"))) == 1
-    assert run(arguments) == 0
-    assert len(places) == 12 + 25 - 11  # the 14 points that were left
-    monkeypatch.setattr(module.Replica, "place", real)
-    first = Result.load(found.folder / "analysis" / "landscape.npz")
-    assert run([*arguments, "--again"]) == 0
-    assert torch.equal(first.loss, Result.load(found.folder / "analysis" / "landscape.npz").loss)
     shutil.rmtree(found.folder / "analysis")
 
 

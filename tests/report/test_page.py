@@ -137,7 +137,7 @@ def test_what_users_write_stays_text(gathered):
         return Checker(page(Gathered(made, [words])))
 
     evil, harmless = written(EVIL), written("x" * len(EVIL))
-    assert evil.count("script") == 2
+    assert evil.count("script") == 1
     assert EVIL in " ".join(evil.words)
     assert [tag for tag, _ in evil.found] == [tag for tag, _ in harmless.found]
 
@@ -195,8 +195,8 @@ def test_holes_of_a_landscape_stay_holes(gathered):
     gathered.analyses["landscape"][0] = dataclasses.replace(stored, result=surface)
     made = page(gathered)
     assert "2 points not finite" in made
-    data = re.search(r'id="data">(.*?)</script>', made).group(1)
-    assert json.loads(data)["surfaces"]["0"]["heights"][0][0] is None
+    heights = json.loads(re.search(r'data-surface="(.*?)"', made).group(1))
+    assert heights[0][0] is None
 
 
 def test_contours_lie_where_the_level_is():

@@ -3,7 +3,13 @@
 import pytest
 
 from steppe.lab.runs import Run
-from steppe.report.paper import convergence_figure, generalisation_figure, groups_of
+from steppe.report.paper import (
+    convergence_figure,
+    experiments,
+    generalisation_figure,
+    option,
+    strength,
+)
 from steppe.report.subjects import find_results
 
 pytest.importorskip("matplotlib")
@@ -11,14 +17,15 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def groups(in_lab):
-    return {g.method: g for g in groups_of(find_results(["digits-*"], in_lab / "runs"))}
+    rows = experiments(find_results(["digits-*"], in_lab / "runs"))
+    return {row.spec.partition(":")[0]: row for row in rows}
 
 
 def test_seeds_of_one_experiment_are_one_group(groups):
     assert sorted(groups) == ["m-rwp", "rwp", "sam", "sgd"]
     assert all(len(group.results) == 2 for group in groups.values())
-    assert groups["rwp"].used == ("ratio", 0.6)
-    assert (groups["sam"].option("strength"), groups["sam"].option("eta")) == (0.1, None)
+    assert strength(groups["rwp"]) == ("ratio", 0.6)
+    assert (option(groups["sam"], "strength"), option(groups["sam"], "eta")) == (0.1, None)
 
 
 def test_curves_are_means_over_seeds(groups):

@@ -23,7 +23,7 @@ from steppe.analysis.changes import (
 )
 from steppe.analysis.eigs import Eigenvalues, top_eigs
 from steppe.analysis.ensemble import Ensemble, ensemble
-from steppe.analysis.landscape import Landscape, Line, interpolate, landscape
+from steppe.analysis.landscape import Landscape, landscape
 from steppe.analysis.problem import Problem
 from steppe.analysis.progress import Cost, estimate
 from steppe.analysis.radius import RadiusCurve, perturbation_curve
@@ -42,7 +42,6 @@ __all__ = [
     "Ensemble",
     "InputNoise",
     "Landscape",
-    "Line",
     "Problem",
     "Pruning",
     "RadiusCurve",
@@ -55,7 +54,6 @@ __all__ = [
     "WeightNoise",
     "ensemble",
     "estimate",
-    "interpolate",
     "landscape",
     "perturbation_curve",
     "robustness",

@@ -140,14 +140,13 @@ class TwoOfFour(Change):
     size = 0.5
 
     def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
-        return [w if w.ndim < 2 or w.shape[1] % 4 else _two_of_four(w) for w in weights]
-
-
-def _two_of_four(weight: Tensor) -> Tensor:
-    fours = weight.movedim(1, -1).unflatten(-1, (-1, 4))
-    small = fours.abs().topk(2, -1, largest=False).indices
-    kept: Tensor = fours.scatter(-1, small, 0.0)
-    return kept.flatten(-2).movedim(-1, 1)
+        found = list(weights)
+        for i, w in enumerate(found):
+            if w.ndim > 1 and w.shape[1] % 4 == 0:
+                fours = w.movedim(1, -1).unflatten(-1, (-1, 4))
+                small = fours.abs().topk(2, -1, largest=False).indices
+                found[i] = fours.scatter(-1, small, 0.0).flatten(-2).movedim(-1, 1)
+        return found
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,6 @@ def length(direction: Sequence[Tensor]) -> float:
     return math.sqrt(sum(d.double().square().sum().item() for d in direction))
 
 
-def unit(direction: Sequence[Tensor]) -> list[Tensor]:
-    """The direction scaled to norm one."""
-    norm = length(direction)
-    return [d / norm for d in direction]
-
-
 def orthonormal(weights: Sequence[Tensor], count: int, seed: int) -> list[list[Tensor]]:
     """`count` random orthonormal directions, which cover the space more evenly than independent ones."""
     draws = [random_like(weights, seed + i) for i in range(count)]
@@ -101,45 +95,45 @@ def ascend(
     *,
     start: list[Tensor],
     scales: Sequence[Tensor] | None = None,
-) -> tuple[float, list[Tensor]]:
+) -> float:
     """The largest loss that projected gradient ascent finds in `‖eps / c‖ <= rho`.
 
     From `rho * start`, a unit direction: `steps` steps of length rho along the normalised
     gradient, each projected back into the ball. The best point seen counts.
     """
     eps = [rho * v for v in start]
-    best_loss, best = -float("inf"), eps
+    best = -math.inf
     for step in range(steps + 1):
         replica.offset(eps)
         if step == steps:
             loss = replica.evaluate(rows)[0]
         else:
             loss, gradient = replica.gradient(rows)
-        if not loss <= best_loss:  # a NaN is the worst loss there is, and stays
-            best_loss, best = loss, eps
-        if loss != loss or step == steps:
+        if not loss <= best:  # a NaN is the worst loss there is, and stays
+            best = loss
+        if math.isnan(loss) or step == steps:
             break
         uphill, _ = _steepest(gradient, scales)
         moved = [e.add(v, alpha=rho) for e, v in zip(eps, uphill, strict=True)]
         # Where the scale is 0 nothing moves: 0 / 0 counts as 0.
         inverse = None if scales is None else [torch.where(c > 0, 1 / c, 0.0) for c in scales]
-        size = length(_times(moved, inverse))
+        size = length(scaled(moved, inverse))
         eps = [e * min(1.0, rho / size) for e in moved] if size > 0 else moved
-    return best_loss, best
+    return best
 
 
 def _steepest(
     gradient: Sequence[Tensor], scales: Sequence[Tensor] | None
 ) -> tuple[list[Tensor], float]:
-    scaled = _times(gradient, scales)
-    slope = length(scaled)
+    uphill = scaled(gradient, scales)
+    slope = length(uphill)
     if slope == 0:
-        scaled = _times(random_like(gradient, seed=0), scales)
-        return [v / length(scaled) for v in _times(scaled, scales)], 0.0
-    return [v / slope for v in _times(scaled, scales)], slope
+        uphill = scaled(random_like(gradient, seed=0), scales)
+    return [v / length(uphill) for v in scaled(uphill, scales)], slope
 
 
-def _times(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None) -> list[Tensor]:
+def scaled(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None) -> list[Tensor]:
+    """Each tensor times its scale, if there are any."""
     if scales is None:
         return list(tensors)
     return [t * c for t, c in zip(tensors, scales, strict=True)]

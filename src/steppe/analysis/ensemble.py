@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from steppe.analysis.calibration import calibration_error
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 from steppe.attaching import perturbed
@@ -62,7 +61,6 @@ def ensemble(
     samples: int = 8,
     *,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Ensemble:
     """Negative log-likelihood, accuracy and calibration of predictions averaged over weight noise.
@@ -88,31 +86,23 @@ def ensemble(
             'statistics. Use bn="eval".'
         )
     settings: dict[str, Any] = {"ratio": float(ratio), "seed": seed, "origin": problem.describe()}
-    store = Checkpoint(checkpoint, {"analysis": "ensemble", "samples": samples, **settings})
     bar = Progress("ensemble", samples + 1, progress)
-    state = store.load() or {
-        "rows": torch.zeros(0, 2, 3, dtype=torch.float64),
-        "seconds": torch.zeros(2, dtype=torch.float64),
-    }
-    y = problem.data[1]
+    y, seconds, sums = problem.data[1], [0.0, 0.0], torch.tensor(-math.inf)
     with problem.replica() as replica:
         out = tuple(n for n, _ in replica.model.named_parameters() if n not in problem.names)
-        bar.start(problem, part=len(state["rows"]) / (samples + 1))
-        for number in range(len(state["rows"]), samples + 1):
+
+        def row(number: int) -> Tensor:
+            nonlocal sums
             begin, strength = time.perf_counter(), ratio if number else 0.0
             with perturbed(replica.model, seed=(seed << 32) + number, ratio=strength, exclude=out):
                 logs = mean = _log_probabilities(replica)
-            state["seconds"][min(number, 1)] += time.perf_counter() - begin
+            seconds[min(number, 1)] += time.perf_counter() - begin
             if number:
-                sums = logs if number == 1 else torch.logaddexp(state["sums"], logs)
-                state["sums"], mean = sums, sums - math.log(number)
-            row = torch.stack([_metrics(logs, y), _metrics(mean, y)])
-            state["rows"] = torch.cat([state["rows"], row[None]])
-            bar.step()
-            store.save(lambda: state)
-    bar.close()
-    store.remove()
-    rows, seconds = state["rows"], state["seconds"].tolist()
+                sums = torch.logaddexp(sums, logs)
+                mean = sums - math.log(number)
+            return torch.stack([_metrics(logs, y), _metrics(mean, y)])
+
+        rows = bar.rows(samples + 1, row, problem)
     return Ensemble(
         single=rows[0, 0],
         members=rows[1:, 0],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 Operator = Callable[[Tensor], Tensor]
@@ -36,13 +37,9 @@ class Krylov:
         return len(self.alpha)
 
     @property
-    def room(self) -> int:
-        """How many dimensions the whole space offers."""
-        return self.size - len(self.locked)
-
-    @property
     def exhausted(self) -> bool:
-        return len(self) >= self.room
+        """Whether it spans all of the space."""
+        return len(self) >= self.size - len(self.locked)
 
     @property
     def scale(self) -> float:
@@ -77,10 +74,7 @@ class Krylov:
 
         The bound of value i is `beta_m |s_mi|`: some eigenvalue lies no farther away.
         """
-        off = torch.tensor(self.beta[:-1], dtype=torch.float64)
-        T = torch.diag(torch.tensor(self.alpha, dtype=torch.float64))
-        T = T + torch.diag(off, 1) + torch.diag(off, -1)
-        values, vectors = torch.linalg.eigh(T)
+        values, vectors = map(torch.from_numpy, eigh_tridiagonal(self.alpha, self.beta[:-1]))
         last = 0.0 if self.exhausted else self.beta[-1]
         return values, vectors, (last * vectors[-1]).abs()
 
@@ -90,15 +84,6 @@ class Krylov:
         for row, coefficient in zip(self.basis, coefficients.tolist(), strict=False):
             out.add_(row, alpha=coefficient)
         return out.div_(out.norm())
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: as large as the basis."""
-        alpha, beta = (torch.tensor(v, dtype=torch.float64) for v in (self.alpha, self.beta))
-        return {"basis": torch.stack(self.basis), "alpha": alpha, "beta": beta}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self.basis = list(state["basis"])
-        self.alpha, self.beta = state["alpha"].tolist(), state["beta"].tolist()
 
     def _orthogonal(self, w: Tensor) -> Tensor:
         # Twice is enough (Kahan, Parlett): once loses digits when most of w is cancelled.

@@ -22,7 +22,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Problem:
-    """The loss `L(w) = mean_i loss(model_w(x_i), y_i) + weight_decay/2 ‖w‖²` on fixed samples.
+    """The loss `L(w) = mean_i loss(model_w(x_i), y_i)` on fixed samples.
 
     - `loss(output, target)` gives the mean over the samples of one batch. The analyses work on
       private copies of the model, with the weights that it has when they start.
@@ -31,8 +31,8 @@ class Problem:
     - `bn` says which statistics BatchNorm uses: `"eval"` the stored ones; `"batch"` those of each
       micro-batch, which derivatives pass through; `"recalibrate"` those of the whole subset,
       recomputed wherever the weights are moved and constant for derivatives.
-    - `params` restricts the analysis to some parameters: names, patterns such as `"layer1.*"`, or the
-      parameters themselves. By default, all that require gradients.
+    - `params` restricts the analysis to some parameters: names or patterns such as `"layer1.*"`. By
+      default, all that require gradients.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -46,8 +46,7 @@ class Problem:
     loss: Loss
     data: Any
     bn: BatchNormMode = "eval"
-    params: Iterable[str | Tensor] | None = None
-    weight_decay: float = 0.0
+    params: Iterable[str] | None = None
     microbatch: int = 64
     names: tuple[str, ...] = field(init=False)
 
@@ -55,13 +54,12 @@ class Problem:
         if self.bn not in get_args(BatchNormMode):
             raise ValueError(f'bn must be "eval", "batch" or "recalibrate", got {self.bn!r}.')
         check_number("microbatch", self.microbatch, whole=True)
-        check_number("weight_decay", self.weight_decay)
         _check_kinds(self.model, self.loss)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         object.__setattr__(self, "data", _as_samples(self.data, dtype))
         if self.params is not None:
             # Kept as a tuple: a generator would be empty the second time it is read.
-            chosen = (self.params,) if isinstance(self.params, str | Tensor) else self.params
+            chosen = (self.params,) if isinstance(self.params, str) else self.params
             object.__setattr__(self, "params", tuple(chosen))
         object.__setattr__(self, "names", tuple(_chosen_names(self.model, self.params)))
         self._check_fit()
@@ -106,7 +104,6 @@ class Problem:
             "bn": self.bn,
             "parameters": self.size,
             "params": list(self.names) if self.params is not None else None,
-            "weight_decay": self.weight_decay,
             "microbatch": self.microbatch,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "torch": torch.__version__,
@@ -167,7 +164,7 @@ def _check_mean(loss: Loss, output: Any, y: Tensor, value: Tensor) -> None:
         )
 
 
-def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> list[str]:
+def _chosen_names(model: nn.Module, params: Iterable[str] | None) -> list[str]:
     named = dict(model.named_parameters())
     if params is None:
         names = [name for name, p in named.items() if p.requires_grad]
@@ -179,18 +176,11 @@ def _chosen_names(model: nn.Module, params: Iterable[str | Tensor] | None) -> li
         return names
     chosen: set[str] = set()
     for want in params:
-        if not isinstance(want, str | Tensor):
-            raise TypeError(
-                f'params takes names, patterns such as "layer1.*" or parameters; got {want!r}.'
-            )
-        if isinstance(want, Tensor):
-            found = [name for name, p in named.items() if p is want]
-            what = f"a tensor of shape {tuple(want.shape)}"
-        else:
-            found, what = fnmatch.filter(named, want), want
-        if not found:
+        if not isinstance(want, str):
+            raise TypeError(f'params takes names or patterns such as "layer1.*"; got {want!r}.')
+        if not (found := fnmatch.filter(named, want)):
             raise ValueError(
-                f"params: {what!r} is no parameter of {type(model).__name__}. "
+                f"params: {want!r} is no parameter of {type(model).__name__}. "
                 f"It has: {', '.join(named)}."
             )
         chosen.update(found)

@@ -1,22 +1,17 @@
-"""What an analysis will cost, how far it is, and a checkpoint to resume from after a stop."""
+"""What an analysis will cost, and how far it is."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-
-from steppe.analysis.results import read_npz, write_npz
 
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
@@ -85,22 +80,16 @@ class Progress:
     done: float = 0
 
     def start(
-        self,
-        problem: Problem,
-        unit: Literal["forwards", "gradients", "products"] = "forwards",
-        *,
-        part: float = 0.0,
+        self, problem: Problem, unit: Literal["forwards", "gradients", "products"] = "forwards"
     ) -> None:
-        """Say what is left to do; `part` of it (0 to 1) was done before a stop."""
+        """Say what there is to do."""
         if self.show is None:
             self.show = sys.stderr.isatty()
-        self._begin, self._first = time.monotonic(), part * self.total
+        self._begin = time.monotonic()
         if self.show is True:
-            left = max(self.total - int(self._first), 1)
-            rest = f"{left} to go, " if part else ""
-            cost = estimate(problem, **{unit: left})
-            sys.stderr.write(f"{self.label}: {self.total} {unit}, {rest}{cost}\n")
-        self.step(by=self._first)
+            cost = estimate(problem, **{unit: self.total})
+            sys.stderr.write(f"{self.label}: {self.total} {unit}, {cost}\n")
+        self.step(by=0)
 
     def step(self, note: str = "", *, by: float = 1) -> None:
         self.done += by
@@ -109,8 +98,8 @@ class Progress:
             self.show(part)
         elif self.show:
             bar = "█" * round(24 * part)
-            left = (time.monotonic() - self._begin) / max(self.done - self._first, 1)
-            rest = _duration(left * max(self.total - self.done, 0))
+            each = (time.monotonic() - self._begin) / max(self.done, 1)
+            rest = _duration(each * max(self.total - self.done, 0))
             sys.stderr.write(f"\r{self.label} {bar:<24} {part:4.0%} {rest} left {note}\x1b[K")
             sys.stderr.flush()
 
@@ -118,6 +107,16 @@ class Progress:
         self.step(by=max(self.total - self.done, 0))
         if self.show is True:
             sys.stderr.write("\n")
+
+    def rows(self, count: int, row: Callable[[int], Tensor], problem: Problem) -> Tensor:
+        """`row(0), row(1), …` stacked, each an equal part of the work."""
+        self.start(problem)
+        found = []
+        for index in range(count):
+            found.append(row(index))
+            self.step(by=self.total / count)
+        self.close()
+        return torch.stack(found)
 
 
 def _scaled(number: float) -> str:
@@ -129,65 +128,3 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-@dataclass
-class Checkpoint:
-    """A file with the state of one analysis; without a path it does nothing.
-
-    `settings` is all that decides the outcome (data, weights, seeds, sizes): a file written under
-    other settings is refused, never continued.
-    """
-
-    path: str | os.PathLike[str] | None
-    settings: dict[str, Any]
-    every: float = 20.0
-    _written: float = field(default_factory=time.monotonic)
-
-    def load(self) -> dict[str, Tensor]:
-        """The stored state, empty if there is none yet."""
-        if self.path is None or not Path(self.path).exists():
-            return {}
-        head, arrays = read_npz(self.path)
-        mine = json.loads(json.dumps(self.settings))
-        stored = head.get("checkpoint")
-        if stored != mine:
-            raise ValueError(
-                f"The checkpoint {self.path} belongs to another analysis: "
-                f"{_difference(stored, mine)}. Delete it, or name another file."
-            )
-        return arrays
-
-    def save(self, state: Callable[[], dict[str, Tensor]]) -> None:
-        """Write the state, at most once in `every` seconds."""
-        if self.path is None or time.monotonic() - self._written < self.every:
-            return
-        arrays = {name: tensor.numpy() for name, tensor in state().items()}
-        write_npz(self.path, {"checkpoint": self.settings}, arrays)
-        self._written = time.monotonic()
-
-    def rows(
-        self, count: int, row: Callable[[int], Tensor], problem: Problem, bar: Progress
-    ) -> Tensor:
-        """`row(0), row(1), …` stacked, each an equal part of the bar; begins after those stored."""
-        done = list(self.load().get("rows", ()))
-        bar.start(problem, part=len(done) / count)
-        for index in range(len(done), count):
-            done.append(row(index))
-            bar.step(by=bar.total / count)
-            self.save(lambda: {"rows": torch.stack(done)})
-        bar.close()
-        self.remove()
-        return torch.stack(done)
-
-    def remove(self) -> None:
-        """The analysis is done: what counts now is its result."""
-        if self.path is not None:
-            Path(self.path).unlink(missing_ok=True)
-
-
-def _difference(stored: Any, mine: dict[str, Any]) -> str:
-    if not isinstance(stored, dict):
-        return "it is no checkpoint"
-    keys = [key for key in {**stored, **mine} if stored.get(key) != mine.get(key)]
-    return ", ".join(f"{key} was {stored.get(key)!r}, is {mine.get(key)!r}" for key in keys)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.directions import (
     ascend,
-    filter_norms,
     orthonormal,
-    random_like,
     sam_direction,
-    unit,
     weighted_mean,
 )
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
-from steppe.analysis.replica import Replica
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.results import Result
 
 KINDS = ("random", "sam", "pgd")
-Scale = Literal["isotropic", "filter"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,14 +41,8 @@ class RadiusCurve(Result):
     kinds: tuple[str, ...]
     batch: int
     directions: int
-    scale: str
     steps: int
     seed: int
-
-    @property
-    def sigma(self) -> Tensor:
-        """The radii as isotropic standard deviations: `radius / sqrt(d)`."""
-        return self.radii / math.sqrt(self.origin["parameters"])
 
     def radii_at(self, rise: float) -> Tensor:
         """For each kind, the radius at which the mean loss lies `rise` above `base`: equal effect.
@@ -96,22 +84,19 @@ def perturbation_curve(
     batch: int = 256,
     *,
     directions: int | None = None,
-    scale: Scale = "isotropic",
     steps: int = 10,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> RadiusCurve:
     """The loss at `w + eps` with `‖eps‖ = r`, averaged, for each radius r.
 
-    - `"random"`: over fixed random directions u (16 by default), each taken both ways. Isotropic
-      ones are orthonormal; filter-scaled ones move each filter in proportion to its norm.
+    - `"random"`: over fixed random orthonormal directions u (16 by default), each taken both ways.
     - `"sam"`: along the gradient of each batch, measured on that batch.
     - `"pgd"`: the largest loss that `steps` steps of ascent find on each batch, from SAM's point.
 
     The smaller the batch, the farther the adversarial curves lie above the random one. Second
-    order says `L + r²/2 mean(u'Hu)`, which for isotropic directions is `L + r² tr(H)/2d`, and
-    `L + r ‖g‖ + r²/2 v'Hv` with `v = g/‖g‖` for SAM.
+    order says `L + r²/2 mean(u'Hu)`, in expectation `L + r² tr(H)/2d`, and `L + r ‖g‖ + r²/2 v'Hv`
+    with `v = g/‖g‖` for SAM.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
@@ -124,21 +109,41 @@ def perturbation_curve(
     check_problem(problem)
     lengths = torch.as_tensor(radii, dtype=torch.float64).tolist()
     count = min(16, problem.size) if directions is None else directions
-    _check(problem, lengths, kinds, batch, count, scale, steps)
+    if not lengths or not all(math.isfinite(r) and r >= 0 for r in lengths):
+        raise ValueError(
+            f"radii must be finite numbers of at least 0, at least one; got {lengths}."
+        )
+    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
+        raise ValueError(f"kinds must be some of {KINDS}, got {kinds!r}.")
+    if batch < 1 or steps < 1:
+        raise ValueError(f"batch and steps must be at least 1, got {batch} and {steps}.")
+    if not 1 <= count <= problem.size:
+        raise ValueError(
+            f"directions must be between 1 and the number of weights, {problem.size} "
+            f"(they are orthogonal); got {count}."
+        )
     settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
-    settings |= {"scale": scale, "steps": steps, "seed": seed, "origin": problem.describe()}
-    store = Checkpoint(checkpoint, {"analysis": "radius", "radii": lengths, **settings})
+    settings |= {"steps": steps, "seed": seed, "origin": problem.describe()}
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
     bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
-        scan = _Scan(replica, Hessian(replica), lengths, base, steps)
+        hessian = Hessian(replica)
         parts: list[tuple[str, Any]] = [
             (kind, b) for kind in kinds if kind != "random" for b in blocks
         ]
         if "random" in kinds:
-            parts += [("random", u) for u in _directions(replica, count, scale, seed)]
-        rows = store.rows(len(parts), lambda i: scan.row(*parts[i]), problem, bar)
+            parts += [("random", u) for u in orthonormal(replica.centre, count, seed)]
+
+        def row(index: int) -> Tensor:
+            kind, part = parts[index]
+            if kind == "random":
+                found = _random(hessian, part, lengths, base)
+            else:
+                found = _adversarial(hessian, part, lengths, steps if kind == "pgd" else 0)
+            return torch.tensor(found, dtype=torch.float64)
+
+        rows = bar.rows(len(parts), row, problem)
     sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
     sizes |= {"random": [1.0] * count}
     of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}
@@ -153,74 +158,37 @@ def perturbation_curve(
     )
 
 
-@dataclass
-class _Scan:
-    """Rows of (loss, second-order theory) over the radii, one for each direction or batch."""
-
-    replica: Replica
-    hessian: Hessian
-    radii: list[float]
-    base: float
-    steps: int
-
-    def row(self, kind: str, part: Any) -> Tensor:
-        loss, theory = self.random(part) if kind == "random" else self.adversarial(part, kind)
-        return torch.tensor([loss, theory], dtype=torch.float64)
-
-    def random(self, u: list[Tensor]) -> tuple[list[float], list[float]]:
-        """The mean of both ways along one direction: odd terms cancel."""
-        replica = self.replica
-        replica.place(replica.centre)
-        curvature = self.hessian.curvature(u)
-        loss = []
-        for r in self.radii:
-            both = []
-            for sign in (1.0, -1.0):
-                replica.offset(u, sign * r)
-                both.append(replica.evaluate()[0])
-            loss.append(sum(both) / 2)
-        return loss, [self.base + 0.5 * r * r * curvature for r in self.radii]
-
-    def adversarial(self, rows: slice, kind: str) -> tuple[list[float], list[float]]:
-        """Along (or from) the gradient of one batch, measured on it."""
-        replica = self.replica
-        v, slope = sam_direction(replica, rows)
-        curvature = self.hessian.curvature(v, rows)
-        base = replica.evaluate(rows)[0]
-        climbing = self.steps if kind == "pgd" else 0
-        loss = [ascend(replica, rows, r, climbing, start=v)[0] for r in self.radii]
-        if climbing:
-            return loss, [math.nan] * len(loss)
-        return loss, [base + r * slope + 0.5 * r * r * curvature for r in self.radii]
+def _random(
+    hessian: Hessian, u: list[Tensor], radii: list[float], base: float
+) -> tuple[list[float], list[float]]:
+    """Loss and second-order theory along one direction, both ways: odd terms cancel."""
+    replica = hessian.replica
+    replica.place(replica.centre)
+    curvature = hessian.curvature(u)
+    loss = []
+    for r in radii:
+        both = []
+        for sign in (1.0, -1.0):
+            replica.offset(u, sign * r)
+            both.append(replica.evaluate()[0])
+        loss.append(sum(both) / 2)
+    return loss, [base + 0.5 * r * r * curvature for r in radii]
 
 
-def _directions(replica: Replica, count: int, scale: Scale, seed: int) -> list[list[Tensor]]:
-    if scale == "isotropic":
-        return orthonormal(replica.centre, count, seed)
-    norms = [filter_norms(w) for w in replica.centre]
-    draws = [random_like(replica.centre, seed + i) for i in range(count)]
-    return [unit([z * n for z, n in zip(draw, norms, strict=True)]) for draw in draws]
+def _adversarial(
+    hessian: Hessian, rows: slice, radii: list[float], steps: int
+) -> tuple[list[float], list[float]]:
+    """The same along (or from, in steps) the gradient of one batch, measured on it."""
+    replica = hessian.replica
+    v, slope = sam_direction(replica, rows)
+    theory = [math.nan] * len(radii)
+    if not steps:
+        base, curvature = replica.evaluate(rows)[0], hessian.curvature(v, rows)
+        theory = [base + r * slope + 0.5 * r * r * curvature for r in radii]
+    return [ascend(replica, rows, r, steps, start=v) for r in radii], theory
 
 
 def passes(kinds: Sequence[str], count: int, steps: int) -> int:
     """What one radius costs in forwards over all samples; a gradient counts as three."""
     cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
     return sum(cost[kind] for kind in kinds)
-
-
-def _check(
-    problem: Problem, radii: list[float], kinds: Sequence[str], batch: int, count: int, scale: str, steps: int
-) -> None:  # fmt: skip
-    if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
-        raise ValueError(f"radii must be finite numbers of at least 0, at least one; got {radii}.")
-    if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
-        raise ValueError(f"kinds must be some of {KINDS}, got {kinds!r}.")
-    if batch < 1 or steps < 1:
-        raise ValueError(f"batch and steps must be at least 1, got {batch} and {steps}.")
-    if scale not in ("isotropic", "filter"):
-        raise ValueError(f'scale must be "isotropic" or "filter", got {scale!r}.')
-    if not 1 <= count <= (problem.size if scale == "isotropic" else math.inf):
-        raise ValueError(
-            f"directions must be between 1 and the number of weights, {problem.size} "
-            f"(isotropic directions are orthogonal); got {count}."
-        )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from steppe.batchnorm import recompute_norm_stats
+
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
 
@@ -106,13 +108,11 @@ class Replica:
                 right = _hits(output, y)
                 if right is not None:
                     hits = right if hits is None else hits + right
-            loss = total.item() / count + self._penalty()
-        return loss, None if hits is None else hits.item() / count
+        return total.item() / count, None if hits is None else hits.item() / count
 
     def gradient(self, rows: slice = slice(None)) -> tuple[float, list[Tensor]]:
         """Loss and its gradient, one tensor for each parameter."""
         self.refresh_statistics()
-        wd = self.problem.weight_decay
         total, count = 0.0, 0
         sums = [torch.zeros_like(p) for p in self.params]
         for x, y in self.batches(rows):
@@ -123,33 +123,13 @@ class Replica:
                     s.add_(g, alpha=len(x))
             total += loss.item() * len(x)
             count += len(x)
-        with torch.no_grad():
-            mean = [s.div_(count).add_(p, alpha=wd) for s, p in zip(sums, self.params, strict=True)]
-        return total / count + self._penalty(), mean
+        return total / count, [s.div_(count) for s in sums]
 
-    def _penalty(self) -> float:
-        if self.problem.weight_decay == 0:
-            return 0.0
-        squares = sum(p.detach().double().square().sum().item() for p in self.params)
-        return 0.5 * self.problem.weight_decay * squares
-
-    @torch.no_grad()
     def refresh_statistics(self) -> None:
         """Recompute BatchNorm's statistics over all samples, if the weights moved since."""
-        if not self._stale or not self.norms:
-            return
-        for norm in self.norms:
-            norm.reset_running_stats()
-            norm.train()
-        seen = 0
-        for x, _ in self.batches():
-            seen += len(x)
-            for norm in self.norms:
-                norm.momentum = len(x) / seen  # a running mean over samples, not over batches
-            self.model(x)
-        for norm in self.norms:
-            norm.eval()
-        self._stale = False
+        if self._stale:
+            recompute_norm_stats(self.model, self.batches())
+            self._stale = False
 
 
 @functools.cache

@@ -34,12 +34,23 @@ class Result:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         arrays = {name: v.numpy() for name, v in values.items() if isinstance(v, Tensor)}
         settings = {name: v for name, v in values.items() if name not in arrays}
-        return write_npz(path, {"kind": type(self).__name__, "settings": settings}, arrays)
+        head = np.array(json.dumps({"kind": type(self).__name__, "settings": settings}))
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.part")
+        with partial.open("wb") as file:
+            np.savez(file, head=head, **arrays)  # type: ignore[arg-type]
+        partial.replace(target)
+        return target
 
     @classmethod
     def load(cls: type[R], path: str | os.PathLike[str]) -> R:
         """The result that `save` wrote."""
-        head, arrays = read_npz(path)
+        with np.load(path, allow_pickle=False) as stored:
+            if "head" not in stored:
+                raise ValueError(f"{path} was not written by steppe.analysis: it has no head.")
+            arrays = {name: torch.from_numpy(stored[name]) for name in stored if name != "head"}
+            head = json.loads(str(stored["head"]))
         kinds = {kind.__name__: kind for kind in (cls, *cls.__subclasses__())}
         if head.get("kind") not in kinds:
             raise ValueError(
@@ -64,26 +75,6 @@ class Result:
         """The same as plain lists and numbers for JSON; what is not finite becomes None."""
         values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         return {"kind": type(self).__name__, **values}
-
-
-def write_npz(
-    path: str | os.PathLike[str], head: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]]
-) -> Path:
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.part")
-    with partial.open("wb") as file:
-        np.savez(file, head=np.array(json.dumps(head)), **arrays)  # type: ignore[arg-type]
-    partial.replace(target)
-    return target
-
-
-def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with np.load(path, allow_pickle=False) as stored:
-        if "head" not in stored:
-            raise ValueError(f"{path} was not written by steppe.analysis: it has no head.")
-        arrays = {name: torch.from_numpy(stored[name]) for name in stored if name != "head"}
-        return json.loads(str(stored["head"])), arrays
 
 
 def _frozen(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -22,8 +21,8 @@ from steppe.analysis.changes import (
     WeightNoise,
     input_scale,
 )
-from steppe.analysis.problem import Problem, check_problem, digest
-from steppe.analysis.progress import Checkpoint, Progress
+from steppe.analysis.problem import Problem, check_problem
+from steppe.analysis.progress import Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
 from steppe.batchnorm import batch_size, recompute_norm_stats, tracked_norms
@@ -52,7 +51,6 @@ def robustness(
     include: Included = "matrices",
     draws: int = 4,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Robustness:
     """Accuracy, loss and calibration error after each change, beside those of the unchanged model.
@@ -97,16 +95,14 @@ def robustness(
             "seed": seed,
             "origin": problem.describe(),
         }
-        tensors = [leaf for leaf in pytree.tree_leaves(bench.batches) if isinstance(leaf, Tensor)]
-        asked = {"analysis": "robustness", **settings, "recalibration": digest(tensors)}
         total = forwards(problem, chosen, draws, bench.recalibration)
-        bar, store = Progress("robustness", total, progress), Checkpoint(checkpoint, asked)
+        bar = Progress("robustness", total, progress)
 
         def row(index: int) -> Tensor:
             change, number = plan[index]
             return bench.measure(chosen[change], number)
 
-        rows = store.rows(len(plan), row, problem, bar)
+        rows = bar.rows(len(plan), row, problem)
     shape = (len(METRICS), rows.shape[1], len(chosen), 2 * draws)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     for (change, number), measured in zip(plan, rows, strict=True):

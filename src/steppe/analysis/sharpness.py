@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -11,10 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steppe.analysis.directions import ascend, random_like, sam_direction, weighted_mean
+from steppe.analysis.directions import ascend, random_like, sam_direction, scaled, weighted_mean
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
-from steppe.analysis.replica import Replica
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.results import Result
 
 Kind = Literal["average", "worst"]
@@ -50,7 +48,6 @@ def sharpness(
     draws: int = 16,
     steps: int = 10,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Sharpness:
     """m-sharpness: the rise `L_S(w + eps) - L_S(w)` over parts S of m samples, averaged over S.
@@ -73,64 +70,6 @@ def sharpness(
         0.02
     """
     check_problem(problem)
-    _check(rho, case, m, draws, steps)
-    parts = -(-problem.samples // m)
-    edges = [round(i * problem.samples / parts) for i in range(parts + 1)]
-    rows = [slice(a, b) for a, b in pairwise(edges)]
-    sizes = [float(b - a) for a, b in pairwise(edges)]
-    settings: dict[str, Any] = {"rho": rho, "case": case, "m": m, "adaptive": adaptive}
-    settings |= {"draws": draws, "steps": steps, "seed": seed, "origin": problem.describe()}
-    store = Checkpoint(checkpoint, {"analysis": "sharpness", **settings})
-    bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
-    with problem.replica() as replica:
-        scales = [w.abs() for w in replica.centre] if adaptive else None
-        scan = _Scan(replica, rows, scales)
-        base = scan.losses()
-        if case == "worst":
-            rises = store.rows(parts, lambda i: scan.worst(i, rho, steps), problem, bar) - base
-            value, error = weighted_mean(rises, sizes)
-        else:
-            std = rho / math.sqrt(problem.size)
-            every = store.rows(draws, lambda i: scan.both_ways(seed + i, std), problem, bar) - base
-            rises = every.mean(0)
-            value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
-    return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)
-
-
-@dataclass
-class _Scan:
-    """Losses of the parts of the samples, at displaced weights."""
-
-    replica: Replica
-    parts: list[slice]
-    scales: list[Tensor] | None
-
-    def losses(self) -> Tensor:
-        return torch.tensor([self.replica.evaluate(p)[0] for p in self.parts], dtype=torch.float64)
-
-    def worst(self, part: int, rho: float, steps: int) -> Tensor:
-        """The largest loss that ascent finds for one part."""
-        rows = self.parts[part]
-        start, _ = sam_direction(self.replica, rows, self.scales)
-        loss, _ = ascend(self.replica, rows, rho, steps, start=start, scales=self.scales)
-        return torch.tensor(loss, dtype=torch.float64)
-
-    def both_ways(self, seed: int, std: float) -> Tensor:
-        """The loss of each part under one draw, a mean over both signs.
-
-        All parts see the same draws: an expectation needs no direction of its own for each.
-        """
-        eps = random_like(self.replica.centre, seed)
-        if self.scales is not None:
-            eps = [e * c for e, c in zip(eps, self.scales, strict=True)]
-        total = torch.zeros(len(self.parts), dtype=torch.float64)
-        for sign in (std, -std):
-            self.replica.offset(eps, sign)
-            total += self.losses() / 2
-        return total
-
-
-def _check(rho: float, case: str, m: int, draws: int, steps: int) -> None:
     if not (math.isfinite(rho) and rho >= 0):
         raise ValueError(f"rho must be finite and at least 0, got {rho}.")
     if case not in ("average", "worst"):
@@ -139,3 +78,39 @@ def _check(rho: float, case: str, m: int, draws: int, steps: int) -> None:
         raise ValueError(
             f"m and draws must be at least 1 and steps at least 0, got {m}, {draws}, {steps}."
         )
+    parts = -(-problem.samples // m)
+    edges = [round(i * problem.samples / parts) for i in range(parts + 1)]
+    rows = [slice(a, b) for a, b in pairwise(edges)]
+    sizes = [float(b - a) for a, b in pairwise(edges)]
+    settings: dict[str, Any] = {"rho": rho, "case": case, "m": m, "adaptive": adaptive}
+    settings |= {"draws": draws, "steps": steps, "seed": seed, "origin": problem.describe()}
+    bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
+    with problem.replica() as replica:
+        scales = [w.abs() for w in replica.centre] if adaptive else None
+
+        def losses() -> Tensor:
+            return torch.tensor([replica.evaluate(part)[0] for part in rows], dtype=torch.float64)
+
+        def worst(part: int) -> Tensor:
+            start, _ = sam_direction(replica, rows[part], scales)
+            loss = ascend(replica, rows[part], rho, steps, start=start, scales=scales)
+            return torch.tensor(loss, dtype=torch.float64)
+
+        def both_ways(draw: int) -> Tensor:
+            # All parts see the same draws: an expectation needs no direction of its own for each.
+            eps = scaled(random_like(replica.centre, seed + draw), scales)
+            found = []
+            for sign in (1.0, -1.0):
+                replica.offset(eps, sign * rho / math.sqrt(problem.size))
+                found.append(losses())
+            return torch.stack(found).mean(0)
+
+        base = losses()
+        if case == "worst":
+            rises = bar.rows(parts, worst, problem) - base
+            value, error = weighted_mean(rises, sizes)
+        else:
+            every = bar.rows(draws, both_ways, problem) - base
+            rises = every.mean(0)
+            value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
+    return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from steppe.analysis.hessian import Hessian, ProductMode
+from steppe.analysis.hessian import Hessian
 from steppe.analysis.lanczos import Krylov
 from steppe.analysis.problem import Problem, check_problem
-from steppe.analysis.progress import Checkpoint, Progress, Show
+from steppe.analysis.progress import Progress, Show
 from steppe.analysis.results import Result
 
 # n times the weight of a simple eigenvalue is a squared normal: above this in one probe of a
@@ -53,8 +51,6 @@ def spectrum(
     seed: int = 0,
     points: int = 1024,
     width: float = 0.01,
-    mode: ProductMode = "auto",
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: Show = None,
 ) -> Spectrum:
     """The eigenvalue density of the Hessian from `steps * probes` products.
@@ -79,13 +75,10 @@ def spectrum(
     if points < 8 or not width > 0:
         raise ValueError(f"points must be at least 8 and width above 0, got {points}, {width}.")
     origin = problem.describe()
-    settings = {"analysis": "spectrum", "steps": steps, "seed": seed, "mode": mode, **origin}
     depth = min(steps, problem.size)
     bar = Progress("spectrum", depth * probes, progress)
-    store = Checkpoint(checkpoint, settings)
     with problem.replica() as replica:
-        rules = _rules(Hessian(replica, mode), depth, probes, seed, store, bar)
-    store.remove()
+        rules = _rules(Hessian(replica), depth, probes, seed, bar)
     nodes = torch.cat([rule.nodes for rule in rules])
     weights = torch.cat([rule.weights for rule in rules]) / probes
     grid, density, kernel = smooth(nodes, weights, points, width)
@@ -122,39 +115,26 @@ class _Rule:
     known: Tensor
 
 
-def _rules(
-    hessian: Hessian, depth: int, probes: int, seed: int, store: Checkpoint, bar: Progress
-) -> list[_Rule]:
-    stored = store.load()
-    kept = {name: rule for name, rule in stored.items() if name.startswith("rule")}
-    done = len(kept) * depth + len(stored.get("alpha", ()))
-    bar.start(hessian.replica.problem, "products", part=done / (depth * probes))
-    for probe in range(len(kept), probes):
+def _rules(hessian: Hessian, depth: int, probes: int, seed: int, bar: Progress) -> list[_Rule]:
+    found = []
+    bar.start(hessian.replica.problem, "products")
+    for probe in range(probes):
         krylov = Krylov(hessian.size, hessian.eps, seed + 7919 * probe)
-        if stored:
-            krylov.restore(stored)
-            stored = {}
         # At a breakdown the quadrature is exact: a restart would add what has no weight.
         while len(krylov) < depth and not krylov.broken:
             krylov.step(hessian)
             bar.step()
-            store.save(partial(_state, krylov, kept))
         values, vectors, bounds = krylov.ritz()
-        kept[f"rule{probe}"] = torch.stack([values, vectors[0].square(), bounds])
+        found.append(_corrected(values, vectors[0].square(), bounds, hessian.size))
     bar.close()
-    return [_corrected(kept[f"rule{i}"], hessian.size) for i in range(probes)]
+    return found
 
 
-def _state(krylov: Krylov, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {**krylov.state(), **kept}
-
-
-def _corrected(rule: Tensor, n: int) -> _Rule:
+def _corrected(nodes: Tensor, raw: Tensor, bounds: Tensor, n: int) -> _Rule:
     """Give each node that is one eigenvalue the weight 1/n, and the others what is left.
 
     A handful of large eigenvalues carry most of the trace, and their raw weights are squared normals.
     """
-    nodes, raw, bounds = rule
     infinite = torch.full((1,), math.inf, dtype=torch.float64)
     gaps = torch.cat([infinite, nodes.diff(), infinite])
     apart = bounds <= 0.01 * torch.minimum(gaps[:-1], gaps[1:])

@@ -6,7 +6,6 @@ analysis/NAME.json   what was asked for, how long it took and where it ran
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -82,13 +81,12 @@ def is_stored(run: Run, name: str, request: Request) -> bool:
     return found is not None and dict(found.request) == json.loads(json.dumps(dict(request)))
 
 
-def perform(run: Run, name: str, request: Request, work: Callable[..., Result]) -> Stored:
-    """Do an analysis and keep it, resuming an interrupted one with this request."""
+def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -> Stored:
+    """Do an analysis and keep it."""
     folder = run.folder / FOLDER
-    digest = hashlib.sha256(json.dumps(dict(request), sort_keys=True).encode()).hexdigest()[:12]
     begin = time.perf_counter()
     with explained(f"{name} of {run.name}"):
-        result = work(checkpoint=folder / f".{name}-{digest}.npz")
+        result = work()
     about: dict[str, Any] = {
         "request": dict(request),
         "seconds": round(time.perf_counter() - begin, 3),
@@ -99,8 +97,6 @@ def perform(run: Run, name: str, request: Request, work: Callable[..., Result]) 
     folder.mkdir(exist_ok=True)
     target.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     result.save(target)
-    for other in folder.glob(f".{name}-*.npz"):
-        other.unlink()
     return Stored(run, result, about["request"], about["seconds"], about["environment"])
 
 

@@ -54,9 +54,12 @@ class Analysis(ABC):
     """Runs: names, folders, patterns with *, or a comparison's FILE.json."""
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
 
-    name: ClassVar[str]
     function: ClassVar[str] = ""
     """Its name in `steppe.analysis`, where it differs."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
 
     def options(self) -> dict[str, Any]:
         """The options that are not common to all analyses."""
@@ -129,21 +132,15 @@ class Analysis(ABC):
             )
         if self.common.seeds < 1:
             raise LabError(f"seeds must be at least 1, got {self.common.seeds}.")
-        from steppe.report.subjects import find_runs, runs_by_method
+        from steppe.report.subjects import named_runs
 
-        found: dict[Path, Run] = {}
-        for name in self.runs:
-            if name.endswith(".json"):
-                methods = runs_by_method(name, self.common.store)
-                chosen = [run for _, runs in methods for run in runs[: self.common.seeds]]
-            else:
-                chosen = find_runs(name, self.common.store)
-            found.update({run.folder: run for run in chosen})
+        methods = named_runs(self.runs, self.common.store)
+        found = {r.folder: r for _, runs in methods for r in runs[: self.common.seeds]}
         return list(found.values())
 
 
 @dataclass(frozen=True)
-class LandscapeOf(Analysis):
+class Landscape(Analysis):
     """Loss and accuracy over a plane of weights, along two random filter-normalised directions."""
 
     n: int = 51
@@ -152,7 +149,6 @@ class LandscapeOf(Analysis):
     """How far to go along each direction."""
     directions: tuple[int, int] = (0, 1)
     """Seeds of the two directions."""
-    name: ClassVar[str] = "landscape"
 
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"n": self.n, "span": self.span, "seeds": self.directions}
@@ -162,7 +158,7 @@ class LandscapeOf(Analysis):
 
 
 @dataclass(frozen=True)
-class SpectrumOf(Analysis):
+class Spectrum(Analysis):
     """The density of the Hessian's eigenvalues, by stochastic Lanczos quadrature."""
 
     steps: int = 50
@@ -171,14 +167,13 @@ class SpectrumOf(Analysis):
     """Random starting vectors."""
     seed: int = 0
     """Of the probes."""
-    name: ClassVar[str] = "spectrum"
 
     def work(self, problem: Problem) -> dict[str, int]:
         return {"products": min(self.steps, problem.size) * self.probes}
 
 
 @dataclass(frozen=True)
-class RadiusOf(Analysis):
+class Radius(Analysis):
     """Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
 
     radii: tuple[float, ...] = RADII
@@ -189,13 +184,10 @@ class RadiusOf(Analysis):
     """Samples that give an adversarial direction; decides how far apart the curves lie."""
     directions: int = 16
     """Random directions, each taken both ways."""
-    scale: Literal["isotropic", "filter"] = "isotropic"
-    """Random directions alike in all weights, or in proportion to each filter's norm."""
     steps: int = 10
     """Steps of ascent of pgd."""
     seed: int = 0
     """Of the random directions."""
-    name: ClassVar[str] = "radius"
     function: ClassVar[str] = "perturbation_curve"
 
     def work(self, problem: Problem) -> dict[str, int]:
@@ -206,7 +198,7 @@ class RadiusOf(Analysis):
 
 
 @dataclass(frozen=True)
-class SharpnessOf(Analysis):
+class Sharpness(Analysis):
     """m-sharpness: how much the loss rises within a radius, at worst or on average."""
 
     rho: float = 0.05
@@ -223,7 +215,6 @@ class SharpnessOf(Analysis):
     """Steps of ascent of the worst case."""
     seed: int = 0
     """Of the random perturbations."""
-    name: ClassVar[str] = "sharpness"
 
     @property
     def stem(self) -> str:
@@ -234,7 +225,7 @@ class SharpnessOf(Analysis):
 
 
 @dataclass(frozen=True)
-class RobustnessOf(Analysis):
+class Robustness(Analysis):
     """What survives rounding, pruning, weight noise and worse inputs, on test data by default."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
@@ -246,7 +237,6 @@ class RobustnessOf(Analysis):
     """Change weights of two or more dimensions without embeddings, or every parameter."""
     seed: int = 0
     """Of the noise."""
-    name: ClassVar[str] = "robustness"
 
     def arguments(self, run: Run) -> dict[str, Any]:
         from steppe.lab.problems import load_trained, training_batches
@@ -264,7 +254,7 @@ class RobustnessOf(Analysis):
 
 
 @dataclass(frozen=True)
-class EnsembleOf(Analysis):
+class Ensemble(Analysis):
     """Predictions averaged over weight noise beside the single model's, on test data by default."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
@@ -274,7 +264,6 @@ class EnsembleOf(Analysis):
     """Draws that are averaged; as many forwards a prediction."""
     seed: int = 0
     """Of the noise."""
-    name: ClassVar[str] = "ensemble"
 
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"ratio": self.ratio, "samples": self.draws, "seed": self.seed}
@@ -291,14 +280,7 @@ class Analyze:
     """
 
     what: OmitSubcommandPrefixes[
-        OmitArgPrefixes[
-            Annotated[LandscapeOf, tyro.conf.subcommand("landscape")]
-            | Annotated[SpectrumOf, tyro.conf.subcommand("spectrum")]
-            | Annotated[RadiusOf, tyro.conf.subcommand("radius")]
-            | Annotated[SharpnessOf, tyro.conf.subcommand("sharpness")]
-            | Annotated[RobustnessOf, tyro.conf.subcommand("robustness")]
-            | Annotated[EnsembleOf, tyro.conf.subcommand("ensemble")]
-        ]
+        OmitArgPrefixes[Landscape | Spectrum | Radius | Sharpness | Robustness | Ensemble]
     ]
 
     def run(self) -> None:

@@ -26,7 +26,6 @@ def panels(
     height: float | None = None,
     columns: int = 3,
     share: bool = False,
-    projection: str | None = None,
 ) -> tuple[Figure, list[Any]]:
     """A figure with `count` axes, at most `columns` beside each other."""
     try:
@@ -40,10 +39,7 @@ def panels(
     # A figure of its own, not pyplot's: nothing global, no window, no need to close it.
     size = (width * across + 1, (height or 0.85 * width) * down + 0.6)
     figure = NewFigure(figsize=size, layout="constrained")
-    options = {"projection": projection} if projection else {}
-    grid = figure.subplots(
-        down, across, squeeze=False, subplot_kw=options, sharex=share, sharey=share
-    )
+    grid = figure.subplots(down, across, squeeze=False, sharex=share, sharey=share)
     axes = list(grid.flat)
     for spare in axes[count:]:
         spare.remove()

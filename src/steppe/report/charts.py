@@ -84,16 +84,25 @@ class Scale:
         low, high, at = (self._position(v) for v in (self.low, self.high, value))
         return self.start + (self.end - self.start) * (at - low) / (high - low)
 
-    def value(self, at: float) -> float:
-        """The way back."""
-        part = (at - self.start) / (self.end - self.start)
+    def value(self, part: float) -> float:
+        """What lies at this part of the way."""
         low, high = self._position(self.low), self._position(self.high)
         there = low + part * (high - low)
         return float(10**there) if self.log else there
 
     def ticks(self) -> list[float]:
         """Round values inside the range."""
-        return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
+        if self.log:
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            leads = (1, 2, 5) if last - first <= 2 else (1,)
+            powers = range(first, last + 1, max(1, -(-(last - first) // 6)))
+            found = [lead * 10.0**power for power in powers for lead in leads]
+            return [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
+        raw = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+        ends = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1
+        return [round(i * step, 12) for i in range(*ends)]
 
     def _position(self, value: float) -> float:
         return math.log10(max(value, 1e-300)) if self.log else value
@@ -113,23 +122,6 @@ def scale_for(
         low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
     room = margin * (high - low)
     return Scale(low - room, high + room, start, end)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    raw = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    decades = last - first
-    leads = (1, 2, 5) if decades <= 2 else (1,)
-    step = max(1, -(-decades // 6))
-    found = [lead * 10.0**e for e in range(first, last + 1, step) for lead in leads]
-    return [value for value in found if low * 0.999 <= value <= high * 1.001]
 
 
 def marker(x: float, y: float, index: int, title: str = "", size: float = 4.5) -> str:
@@ -226,8 +218,10 @@ def _line(series: Series, x: Scale, y: Scale) -> str:
             continue
         error = series.errors[i] if series.errors else math.nan
         if math.isfinite(error) and error > 0:
-            ends = (max(b - error, y.low), min(b + error, y.high))
-            marks.append(tag("path", d=_bar(px, y(ends[0]), y(ends[1])), class_="whisker"))
+            low, high = number(y(max(b - error, y.low))), number(y(min(b + error, y.high)))
+            left = number(px - 4)
+            bar = f"M{number(px)} {low}V{high}M{left} {low}h8M{left} {high}h8"
+            marks.append(tag("path", d=bar, class_="whisker"))
         spread = f" ± {shown(error, 2)}" if math.isfinite(error) else ""
         marks.append(
             marker(px, py, series.index, f"{series.name}: {shown(b)}{spread} at {shown(a)}")
@@ -334,8 +328,3 @@ def _x_axis(x: Scale, bottom: float, top: float, label: str, height: float) -> s
         parts.append(tag("text", text(shown(value)), x=at, y=bottom + 17, class_="tick x"))
     middle = (x.start + x.end) / 2
     return "".join(parts) + tag("text", text(label), x=middle, y=height - 9, class_="label")
-
-
-def _bar(x: float, low: float, high: float) -> str:
-    a, b = number(low), number(high)
-    return f"M{number(x)} {a}V{b}M{number(x - 4)} {a}h8M{number(x - 4)} {b}h8"

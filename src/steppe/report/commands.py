@@ -81,7 +81,8 @@ class Figures:
     def run(self) -> None:
         from steppe.report.canvas import save_figure
         from steppe.report.paper import PaperFigure
-        from steppe.report.pictures import analysis_figure, named_runs
+        from steppe.report.pictures import analysis_figure
+        from steppe.report.subjects import named_runs
 
         try:
             if self.figure in get_args(Kind):

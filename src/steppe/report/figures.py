@@ -7,13 +7,13 @@ gives a `Figure`; `save_figure` writes it as PNG and SVG.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from steppe import theory
-from steppe.analysis import Landscape, Line, RadiusCurve, Spectrum
+from steppe.analysis import Landscape, RadiusCurve, Robustness, Spectrum
 from steppe.report.canvas import (
     COLOURS,
     SURFACE,
@@ -25,91 +25,77 @@ from steppe.report.canvas import (
     save_figure,
     shared_legend,
 )
-from steppe.report.survival import BACKWARDS, Results, grouped, has_accuracy, survival_curves
+from steppe.report.survival import BACKWARDS, has_accuracy, survival_curves
 
 __all__ = [
     "landscape_figure",
     "radius_figure",
     "robustness_figure",
     "save_figure",
-    "slice_figure",
     "spectrum_figure",
     "tradeoff_figure",
 ]
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def landscape_figure(
-    results: Landscape | Mapping[str, Landscape],
-    kind: Literal["contour", "surface", "heat"] = "contour",
-    *,
-    value: Literal["loss", "accuracy"] = "loss",
-) -> Figure:
-    """Loss (or accuracy) over the plane, one panel a method, all on one colour scale.
+def landscape_figure(results: Landscape | Mapping[str, Landscape]) -> Figure:
+    """Loss over the plane with lines of equal loss, one panel a method, all on one colour scale.
 
-    The loss has a logarithmic scale where it spans more than a factor of 20. Points that are not
+    The scale is logarithmic where the loss spans more than a factor of 20. Points that are not
     finite are holes, hatched and counted in the panel's title.
     """
     by_name = named(results)
-    if kind not in ("contour", "surface", "heat"):
-        raise ValueError(f'kind must be "contour", "surface" or "heat", got {kind!r}.')
-    figure, axes = panels(len(by_name), projection="3d" if kind == "surface" else None)
+    figure, axes = panels(len(by_name))
+    import numpy as np
     from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm, Normalize
 
-    surfaces = {name: _surface(name, result, value) for name, result in by_name.items()}
-    norm = _shared_norm(list(surfaces.values()), log=value == "loss")
+    surfaces = {name: np.ma.masked_invalid(r.loss.numpy()) for name, r in by_name.items()}
+    if empty := [name for name, z in surfaces.items() if z.count() == 0]:
+        raise ValueError(f"{empty[0]} has no finite point to show. Take a smaller span.")
+    low, high = min(z.min() for z in surfaces.values()), max(z.max() for z in surfaces.values())
+    scale = LogNorm if low > 0 and high > 20 * low else Normalize
+    norm = scale(low, high if high > low else low + 1e-12)
+    levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
     for axis, (name, result) in zip(axes, by_name.items(), strict=True):
-        _draw_surface(axis, result, surfaces[name], kind, norm)
+        grid = (result.b.numpy(), result.a.numpy(), surfaces[name])
+        axis.set_aspect("equal")
+        axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
+        smooth = "nearest" if result.holes else "gouraud"
+        axis.pcolormesh(*grid, cmap=SURFACE, norm=norm, shading=smooth, rasterized=True)
+        axis.contour(*grid, levels=levels, colors="white", linewidths=0.6)
+        for colour, width in (("white", 3), ("black", 1)):
+            axis.plot(0, 0, marker="+", color=colour, markersize=9, markeredgewidth=width)
         axis.set_title(f"{name} ({result.holes} not finite)" if result.holes else name)
         axis.set_xlabel("along $d_2$")
         axis.set_ylabel("along $d_1$")
-    bar = figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label=value, shrink=0.85)
+    bar = figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label="loss", shrink=0.85)
     if bar.ax.get_yscale() == "log":
         plain_ticks(bar.ax.yaxis)
     return figure
 
 
-def slice_figure(results: Landscape | Line | Mapping[str, Landscape | Line]) -> Figure:
-    """Loss along one line a method: the middle of a landscape, or an interpolation."""
-    by_name: dict[str, Landscape | Line] = named(results)
-    figure, (axis,) = panels(1, width=5.0)
-    for i, (name, result) in enumerate(by_name.items()):
-        if isinstance(result, Line):
-            along, loss = result.t, result.loss
-        else:
-            along, loss = result.a, result.loss[:, int(result.b.abs().argmin())]
-        axis.plot(along, loss, **line_style(i), label=name)
-    axis.set_xlabel("position along the line")
-    axis.set_ylabel("loss")
-    if all(bool((r.loss[torch.isfinite(r.loss)] > 0).all()) for r in by_name.values()):
-        axis.set_yscale("log")
-        plain_ticks(axis.yaxis)
-    if any(by_name):
-        axis.legend(frameon=False)
-    return figure
-
-
-def spectrum_figure(results: Spectrum | Mapping[str, Spectrum], *, floor: float = 1e-7) -> Figure:
+def spectrum_figure(results: Spectrum | Mapping[str, Spectrum]) -> Figure:
     """Density of the Hessian's eigenvalues, logarithmic, with each largest one marked.
 
-    Panels share both axes: flatter is narrower. `floor` is relative to the highest density.
+    Panels share both axes: flatter is narrower.
     """
     by_name = named(results)
     figure, axes = panels(len(by_name), width=7.0, height=2.0, columns=1, share=True)
     peak = max(float(result.density.max()) for result in by_name.values())
+    floor = 1e-7 * peak
     for i, (axis, (name, result)) in enumerate(zip(axes, by_name.items(), strict=True)):
         colour = COLOURS[i % len(COLOURS)]
-        axis.fill_between(result.grid, floor * peak, result.density, color=colour, alpha=0.35)
+        axis.fill_between(result.grid, floor, result.density, color=colour, alpha=0.35)
         axis.plot(result.grid, result.density, color=colour, linewidth=1)
         axis.axvline(result.largest, color="black", linewidth=0.8, linestyle=":")
         words = rf"$\lambda_{{\max}}$ = {result.largest:.3g} "
         coordinates = ("data", "axes fraction")
         axis.annotate(words, (result.largest, 0.82), xycoords=coordinates, ha="right")
         axis.set_yscale("log")
-        axis.set_ylim(floor * peak, 3 * peak)
+        axis.set_ylim(floor, 3 * peak)
         trace = f"trace {result.trace:.3g} ± {result.trace_error:.1g}"
         axis.set_title(f"{name}, {trace}, BN {result.origin['bn']}", fontsize="medium")
         axis.set_ylabel("density")
@@ -152,17 +138,17 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve], *, rise: flo
     return figure
 
 
-def robustness_figure(results: Results) -> Figure:
+def robustness_figure(results: Robustness | Mapping[str, Robustness]) -> Figure:
     """Accuracy (loss where there is none) against the size of each change, one panel a change.
 
-    A line a name, dotted with BatchNorm recalibrated. Several results of one name, one a seed, are
-    their mean with its 95 % interval; the bars of a single one are the spread over draws of noise.
+    A line a name, dotted with BatchNorm recalibrated. Bars are the spread over draws of noise.
     """
-    accuracy = has_accuracy(results)
+    by_name = named(results)
+    accuracy = has_accuracy(by_name.values())
     lines = []
-    for number, (name, group) in enumerate(grouped(results).items()):
-        for i, (statistics, curves) in enumerate(survival_curves(group, accuracy).items()):
-            words = [name, statistics if len(group[0].statistics) > 1 else ""]
+    for number, (name, result) in enumerate(by_name.items()):
+        for i, (statistics, curves) in enumerate(survival_curves([result], accuracy).items()):
+            words = [name, statistics if len(result.statistics) > 1 else ""]
             lines.append((", ".join(filter(None, words)), number, i, curves))
     shown = list(dict.fromkeys(panel for *_, curves in lines for panel in curves))
     if not shown:
@@ -182,94 +168,21 @@ def robustness_figure(results: Results) -> Figure:
     return figure
 
 
-def tradeoff_figure(
-    alpha: float = 1.0,
-    beta: float = 10.0,
-    d: int = 100,
-    *,
-    lams: Sequence[float] = (1.0, 0.9, 0.7, 0.5, 0.3),
-    points: int = 120,
-) -> Figure:
-    """Smoothness of the mixed loss against the noise floor, over sigma and lam.
+def tradeoff_figure(alpha: float = 1.0, beta: float = 10.0, d: int = 100) -> Figure:
+    """Smoothness of the mixed loss against the noise floor over sigma, one curve a lam.
 
-    Left: one curve a lam; below and to the left of `lam = 1` (RWP) is the better trade. Right: the
-    smoothness over sigma and lam, with lines of equal noise floor.
+    Below and to the left of `lam = 1` (RWP) is the better trade.
     """
-    figure, (left, right) = panels(2, width=5.0)
-    sigmas = [alpha / beta * 4 ** (-1 + 2.5 * i / (points - 1)) for i in range(points)]
-    for i, lam in enumerate(lams):
+    figure, (axis,) = panels(1, width=5.0)
+    sigmas = [alpha / beta * 4 ** (-1 + 2.5 * i / 119) for i in range(120)]
+    for i, lam in enumerate((1.0, 0.9, 0.7, 0.5, 0.3)):
         floors = [theory.noise_floor(beta, sigma, d, lam) for sigma in sigmas]
         smooth = [theory.mixed_smoothness(alpha, beta, sigma, lam) for sigma in sigmas]
         name = r"$\lambda$ = 1 (RWP)" if lam == 1 else rf"$\lambda$ = {lam:g}"
-        left.plot(floors, smooth, **line_style(i), label=name)
-    left.axvspan(*(theory.noise_floor(beta, m * alpha / beta, d) for m in (1, 2)), alpha=0.12)
-    left.set_xscale("log")
-    left.set_xlabel(r"noise floor $2\beta^2\lambda^2\sigma^2 d$ (shaded: the lemma's range)")
-    left.set_ylabel("smoothness (lower is smoother)")
-    left.legend(frameon=False)
-    _draw_tradeoff_map(figure, right, alpha, beta, d, sigmas)
-    return figure
-
-
-def _draw_tradeoff_map(
-    figure: Figure, axis: Axes, alpha: float, beta: float, d: int, sigmas: list[float]
-) -> None:
-    lams = [i / 60 for i in range(1, 61)]
-    smooth = [[theory.mixed_smoothness(alpha, beta, s, lam) for s in sigmas] for lam in lams]
-    floors = [[theory.noise_floor(beta, s, d, lam) for s in sigmas] for lam in lams]
-    image = axis.pcolormesh(sigmas, lams, smooth, cmap=SURFACE, shading="nearest", rasterized=True)
-    levels = [10**e for e in range(-12, 13)]
-    lines = axis.contour(sigmas, lams, floors, levels, colors="black", linewidths=0.8)
-    axis.clabel(lines, fmt=lambda level: f"{level:g}", fontsize="small")
+        axis.plot(floors, smooth, **line_style(i), label=name)
+    axis.axvspan(*(theory.noise_floor(beta, m * alpha / beta, d) for m in (1, 2)), alpha=0.12)
     axis.set_xscale("log")
-    ticks = [m * alpha / beta for m in (0.25, 0.5, 1, 2, 4, 8)]
-    axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    axis.minorticks_off()
-    axis.set_xlabel(r"$\sigma$ (lines: equal noise floor)")
-    axis.set_ylabel(r"$\lambda$")
-    figure.colorbar(image, ax=axis, label="smoothness")
-
-
-def _draw_surface(axis: Any, result: Landscape, z: Any, kind: str, norm: Any) -> None:
-    import numpy as np
-    from matplotlib import colormaps
-
-    b, a = np.meshgrid(result.b.numpy(), result.a.numpy())
-    if kind == "surface":
-        # A 3-D axis has no logarithmic scale of its own: heights are the colour scale's.
-        heights = norm(z).filled(np.nan)
-        faces = colormaps[SURFACE](np.ma.masked_invalid(heights))
-        axis.plot_surface(b, a, heights, facecolors=faces, rstride=1, cstride=1, linewidth=0)
-        axis.set_zticks([])
-        axis.set_zlim(0, 1)
-        axis.view_init(elev=35, azim=-60)
-        return
-    axis.set_aspect("equal")
-    axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
-    smooth = "nearest" if result.holes else "gouraud"
-    axis.pcolormesh(b, a, z, cmap=SURFACE, norm=norm, shading=smooth, rasterized=True)
-    if kind == "contour":
-        levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
-        axis.contour(b, a, z, levels=levels, colors="white", linewidths=0.6)
-    for colour, width in (("white", 3), ("black", 1)):
-        axis.plot(0, 0, marker="+", color=colour, markersize=9, markeredgewidth=width)
-
-
-def _surface(name: str, result: Landscape, value: str) -> Any:
-    import numpy as np
-
-    chosen = result.loss if value == "loss" else result.accuracy
-    if chosen is None:
-        raise ValueError(f"{name} has no accuracy: its targets are not classes. Use the loss.")
-    z = np.ma.masked_invalid(chosen.numpy())
-    if z.count() == 0:
-        raise ValueError(f"{name} has no finite point to show. Take a smaller span.")
-    return z
-
-
-def _shared_norm(surfaces: list[Any], *, log: bool) -> Any:
-    from matplotlib.colors import LogNorm, Normalize
-
-    low, high = min(z.min() for z in surfaces), max(z.max() for z in surfaces)
-    kind = LogNorm if log and low > 0 and high > 20 * low else Normalize
-    return kind(low, high if high > low else low + 1e-12)
+    axis.set_xlabel(r"noise floor $2\beta^2\lambda^2\sigma^2 d$ (shaded: the lemma's range)")
+    axis.set_ylabel("smoothness (lower is smoother)")
+    axis.legend(frameon=False)
+    return figure

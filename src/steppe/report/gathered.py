@@ -62,10 +62,7 @@ class Gathered:
         """The results of an analysis by row: of the seeds that all rows with results have."""
         found = self.stored(name)
         common = set.intersection(*map(set, found.values())) if found else set()
-        return {
-            index: [stored.result for seed, stored in by_seed.items() if seed in common]
-            for index, by_seed in found.items()
-        }
+        return {row: [of[s].result for s in of if s in common] for row, of in found.items()}
 
     @cached_property
     def analyses(self) -> dict[str, dict[int, Stored]]:
@@ -78,11 +75,12 @@ class Gathered:
             "robustness",
             *(f"sharpness-{c}" for c in cases),
         )
-        found = {
-            name: {row: next(iter(by_seed.values())) for row, by_seed in self.stored(name).items()}
-            for name in names
+        found = {name: self.stored(name) for name in names}
+        return {
+            name: {row: next(iter(of.values())) for row, of in rows.items()}
+            for name, rows in found.items()
+            if rows
         }
-        return {name: rows for name, rows in found.items() if rows}
 
     def results(self, name: str) -> dict[int, Any]:
         """The results of an analysis by row."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from steppe.analysis import RadiusCurve, Result, Robustness
+from steppe.analysis import RadiusCurve, Result
 from steppe.lab.statistics import mean_std
 from steppe.lab.survival import survival_table
 from steppe.report import charts
 from steppe.report.charts import Series, line_chart, shown, shown_within, tag, text
 from steppe.report.gathered import Gathered
-from steppe.report.maps import PALETTE, grid_of, heights_of, landscape_map, scale_bar
+from steppe.report.maps import grid_of, heights_of, landscape_map, scale_bar
 from steppe.report.sections import (
     Absent,
     Section,
@@ -23,9 +23,8 @@ from steppe.report.sections import (
     legend,
     note,
 )
-from steppe.report.survival import BACKWARDS, has_accuracy, measured_alike, survival_curves
+from steppe.report.survival import BACKWARDS, Groups, shared_curves
 
-Groups = Mapping[int, Sequence[Robustness]]
 KINDS = {
     "random": "random directions",
     "sam": "adversarial, one step",
@@ -55,25 +54,24 @@ def _compressed(gathered: Gathered) -> str:
 
 
 def _charts(gathered: Gathered, groups: Groups) -> str:
-    every = [one for group in groups.values() for one in group]
-    if len({measured_alike(one) for one in every}) != 1:
+    found = shared_curves(groups)
+    if found is None:
         words = (
             "The stored analyses of robustness were not measured alike (other seeds, samples or "
             "settings), so they are not drawn together. Analyse again: "
         )
         return advice(words, gathered.command("steppe analyze robustness --again"))
-    accuracy = has_accuracy(every)
-    label = "accuracy %" if accuracy else "loss"
-    curves = {index: survival_curves(group, accuracy) for index, group in groups.items()}
+    label, curves = "accuracy %" if found[0] else "loss", found[1]
     drawn = []
-    for statistics in every[0].statistics:
-        for panel in next(iter(curves.values()))[statistics]:
+    first = next(iter(curves.values()))
+    for statistics, panels in first.items():
+        for panel in panels:
             series = []
             for index, its in curves.items():
                 x, y, halves = zip(*its[statistics][panel], strict=True)
                 points = list(zip(x, y, strict=True))
                 series.append(Series(gathered.rows[index].label, index, points, halves))
-            way = f", BatchNorm {statistics}" if len(every[0].statistics) > 1 else ""
+            way = f", BatchNorm {statistics}" if len(first) > 1 else ""
             drawn.append(_chart(series, panel, way, label))
     about = "One run a method; bars are the standard deviation over draws of noise."
     if (runs := len(next(iter(groups.values())))) > 1:
@@ -123,9 +121,13 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
         words = f"{name}: loss {shown(surface.centre, 3)} at the centre, {top}"
         holes = f"; {surface.holes} points not finite, left empty" if surface.holes else ""
         label = f"Turnable surface of the loss. {words}{holes}. Arrow keys turn it."
-        canvas = tag("canvas", tabindex=0, role="img", aria_label=label, data_surface=index,
-                     width=480, height=380)  # fmt: skip
-        views.append(captioned(canvas, words + holes + "."))
+        data = {
+            "data_surface": json.dumps(grid_of(surface, heights), separators=(",", ":")),
+            "data_low": shown(heights.low, 3),
+            "data_high": shown(heights.high, 3),
+        }
+        canvas = {"tabindex": 0, "role": "img", "aria_label": label, "width": 480, "height": 380}
+        views.append(captioned(tag("canvas", **canvas, **data), words + holes + "."))
         maps.append(captioned(landscape_map(name, surface, heights), name))
     buttons = zip("←→↑↓+−", ("left", "right", "up", "down", "in", "out"), strict=True)
     controls = "".join(
@@ -145,26 +147,6 @@ def landscape_section(gathered: Gathered) -> Section | Absent:
         + note(origin_words(surfaces.values()))
     )
     return Section("landscapes", "Landscapes", body)
-
-
-def surface_data(gathered: Gathered) -> dict[str, Any]:
-    """What the 3-D view needs, for JSON."""
-    surfaces = gathered.results("landscape")
-    if not surfaces:
-        return {}
-    heights = heights_of(list(surfaces.values()))
-    return {
-        "colours": [f"#{value}" for value in PALETTE],
-        "surfaces": {
-            str(index): {
-                "heights": grid_of(surface, heights),
-                "span": float(surface.a[-1]),
-                "low": shown(heights.low, 3),
-                "high": shown(heights.high, 3),
-            }
-            for index, surface in surfaces.items()
-        },
-    }
 
 
 def spectrum_section(gathered: Gathered) -> Section | Absent:

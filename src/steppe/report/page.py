@@ -41,9 +41,8 @@ def page(gathered: Gathered) -> str:
     )
     main = tag("main", *map(_placed, made))
     made_by = f"Made by steppe {steppe.__version__}. This page is one file and loads nothing."
-    data = _data(minima.surface_data(gathered))
     script = f"<script>{asset('report.js')}</script>"
-    body = head + main + tag("footer", text(made_by)) + data + script
+    body = head + main + tag("footer", text(made_by)) + script
     return (
         '<!DOCTYPE html>\n<html lang="en" class="no-script">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -90,73 +89,51 @@ def _placed(part: Section | Absent) -> str:
     return sections.advice(words, part.command, "absent")
 
 
-def _data(content: dict[str, Any]) -> str:
-    """JSON inside the page; no `<` in it can end the script."""
-    dumped = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="data">{dumped}</script>'
-
-
 def provenance_section(gathered: Gathered) -> Section:
     """Configs, runs, environments and the settings of the analyses."""
-    parts = [
-        _folded("Settings that all runs share", _settings(gathered)),
-        _folded("Methods and their runs", _methods(gathered)),
-        _folded("Where they ran", _environments(gathered)),
-    ]
-    if gathered.analyses:
-        parts.append(_folded("Analyses", _analyses(gathered)))
-    return Section("provenance", "Behind the numbers", "".join(parts))
-
-
-def _varying(gathered: Gathered) -> tuple[dict[str, Any], list[str]]:
-    """The first run's settings, and the names of those that differ among runs."""
-    first, *others = [r.config.to_dict() for row in gathered.rows for r in row.results]
-    shown = [name for name in first if name not in HIDDEN]
-    return first, [name for name in shown if any(o[name] != first[name] for o in others)]
-
-
-def _settings(gathered: Gathered) -> str:
-    config, varying = _varying(gathered)
+    results = [result for row in gathered.rows for result in row.results]
+    first, *others = [result.config.to_dict() for result in results]
+    varying = [n for n in first if n not in HIDDEN and any(o[n] != first[n] for o in others)]
     example = gathered.comparison.example
     known = {
-        "recipe": config["recipe"] or "none",
-        "data": f"{config['data']} {f'({example.data_note})' if example.data_note else ''}",
+        "recipe": first["recipe"] or "none",
+        "data": f"{first['data']} {f'({example.data_note})' if example.data_note else ''}",
         "weights of the model": f"{example.parameters:,}",
         "steps": str(example.steps),
     }
     out = {*HIDDEN, *varying, *known}
-    shared = {k: _plain(v) for k, v in config.items() if k not in out and v is not None}
-    return sections.html_table(
-        ("setting", "value"), list({**known, **shared}.items()), kind="settings"
-    )
+    shared = {k: v for k, v in first.items() if k not in out and v is not None}
+    records = Counter(json.dumps(result.environment, sort_keys=True) for result in results)
+    parts = {
+        "Settings that all runs share": _pairs(("setting", "value"), {**known, **shared}),
+        "Methods and their runs": _methods(gathered, varying),
+        "Where they ran": "".join(
+            _pairs((f"{count} runs" if count > 1 else "1 run", ""), json.loads(record))
+            for record, count in records.most_common()
+        ),
+        "Analyses": _analyses(gathered) if gathered.analyses else "",
+    }
+    folded = [tag("details", tag("summary", text(k)), body) for k, body in parts.items() if body]
+    return Section("provenance", "Behind the numbers", "".join(folded))
 
 
-def _methods(gathered: Gathered) -> str:
-    _, varying = _varying(gathered)
+def _pairs(header: tuple[str, str], values: dict[str, Any]) -> str:
+    rows = [(name, _plain(value)) for name, value in values.items() if value is not None]
+    return sections.html_table(header, rows, kind="settings")
+
+
+def _methods(gathered: Gathered, varying: list[str]) -> str:
     rows = []
     for row in gathered.rows:
         config = row.results[0].config.to_dict()
         own = ", ".join(f"{name} {_plain(config[name])}" for name in varying)
         seeds = ", ".join(str(result.config.seed) for result in row.results)
         folders = [r.folder.name for r in row.results if r.folder is not None]
-        kept = f"{folders[0]}{f' and {len(folders) - 1} more' if folders[1:] else ''}"
-        rows.append(
-            (row.label, row.results[0].config.method, row.chosen, own or "–", seeds,
-             kept if folders else "not in this store")
-        )  # fmt: skip
+        more = f" and {len(folders) - 1} more" if folders[1:] else ""
+        kept = f"{folders[0]}{more}" if folders else "not in this store"
+        rows.append((row.label, config["method"], row.chosen, own or "–", seeds, kept))
     header = ("method", "as text", "strength chosen", "own settings", "seeds", "runs")
     return sections.html_table(header, rows, kind="wordy")
-
-
-def _environments(gathered: Gathered) -> str:
-    results = [result for row in gathered.rows for result in row.results]
-    records = Counter(json.dumps(result.environment, sort_keys=True) for result in results)
-    tables = []
-    for record, count in records.most_common():
-        rows = [(k, _plain(v)) for k, v in json.loads(record).items() if v is not None]
-        header = (f"{count} runs" if count > 1 else "1 run", "")
-        tables.append(sections.html_table(header, rows, kind="settings"))
-    return "".join(tables)
 
 
 def _analyses(gathered: Gathered) -> str:
@@ -164,17 +141,13 @@ def _analyses(gathered: Gathered) -> str:
     for name, found in gathered.analyses.items():
         for stored in found.values():
             asked = _plain({k: v for k, v in stored.request.items() if k != "analysis"})
-            where = stored.environment
-            versions = f"steppe {where.get('steppe')} ({where.get('commit') or 'installed'}), torch {where.get('torch')}"
-            data = stored.result.origin
+            where, data = stored.environment, stored.result.origin
+            commit = where.get("commit") or "installed"
+            versions = f"steppe {where.get('steppe')} ({commit}), torch {where.get('torch')}"
             hashes = f"data {data['data_hash']}, weights {data['weights_hash']}"
             rows.append((name, stored.run.name, asked, hashes, versions, f"{stored.seconds:.1f} s"))
     header = ("analysis", "run", "asked for", "digests", "with", "time")
     return sections.html_table(header, rows, kind="wordy")
-
-
-def _folded(title: str, body: str) -> str:
-    return tag("details", tag("summary", text(title)), body)
 
 
 def _plain(value: object) -> str:

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("steppe")
 
-RECIPES = {
-    "1": "cifar10-resnet18",
-    "2": "cifar100-resnet18",
-    "3": "cifar100-resnet18",
-    "4": "cifar10-resnet18",
-    "5": "cifar10-resnet18",
-}
 METHODS = {
     "1": ("sgd",),
     "2": ("rwp:sigma=.01", "m-rwp:sigma=.01"),
@@ -48,40 +41,6 @@ STUDIES = {
     "m-arwp": ("strength", "lam", "sigma-lam"),
 }
 """Figure 4: by method the two options and the search that varies them."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The seeds of one experiment."""
-
-    results: tuple[Result, ...]
-
-    @property
-    def method(self) -> str:
-        return parse(self.results[0].config.method).name
-
-    @property
-    def used(self) -> tuple[str, float]:
-        """What its strength is (a ratio, sigma, rho) and how large; ("", NaN) where there is none."""
-        return self.results[0].strength or ("", math.nan)
-
-    def option(self, name: str) -> float | None:
-        """An option of the method where the run was given it; its strength goes by any name."""
-        spec = parse(self.results[0].config.method)
-        if name == "strength":
-            return None if spec.strength is None else spec.strength[1]
-        value = spec.options.get(name)
-        return float(value) if isinstance(value, int | float) else None
-
-    def scores(self, split: str, metric: str | None = None) -> tuple[float, float]:
-        """Mean and standard deviation of a metric, the deciding one by default."""
-        name = metric or self.results[0].metric
-        return mean_std([result.metrics[split][name] for result in self.results])
-
-    def gap(self) -> float:
-        """By how much the training data flatters the deciding metric; below 0 where it does not."""
-        rise = self.scores("train")[0] - self.scores("test")[0]
-        return rise if self.results[0].higher_is_better else -rise
 
 
 @dataclass(frozen=True)
@@ -108,37 +67,35 @@ class PaperFigure:
 
     @property
     def _recipe(self) -> str:
-        return self.recipe or RECIPES[self.number]
+        usual = "cifar100-resnet18" if self.number in ("2", "3") else "cifar10-resnet18"
+        return self.recipe or usual
 
     @property
     def _sweep(self) -> str:
         return f"steppe sweep {self._recipe} --method"
 
-    def _pool(self) -> list[Group]:
+    def _pool(self) -> list[Row]:
         """The runs named, or all of the recipe: any method, any seed, nothing else changed."""
         if self.runs:
-            return groups_of(find_results(self.runs, self.store))
+            return experiments(find_results(self.runs, self.store))
         wanted = recipe(self._recipe, "sgd").experiment
         results = filter(None, map(_readable, Store(self.store).runs()))
-        return groups_of(
-            [r for r in results if r.config.replace(method="sgd").experiment == wanted]
-        )
+        same = [r for r in results if r.config.replace(method="sgd").experiment == wanted]
+        return experiments(same)
 
-    def _experiments(self) -> dict[str, Group]:
+    def _experiments(self) -> dict[str, Row]:
         """One experiment a method, by its label; all of them, or what is missing."""
         pool = self._pool()
         if self.runs:
-            rows = compared([result for group in pool for result in group.results]).rows
-            return {_labelled(row): Group(row.finished) for row in rows}
-        named, missing = {}, []
+            rows = compared([result for row in pool for result in row.results]).rows
+            return {_labelled(row): row for row in rows}
+        named: dict[str, Row] = {}
+        missing = []
         for text in self.methods or METHODS[self.number]:
             config = recipe(self._recipe, text)
-            same = (g for g in pool if g.results[0].config.experiment == config.experiment)
-            group = next(same, None)
-            if group is None:
-                missing.append(config.method)
-            else:
-                named[label(parse(config.method), config.optimizer)] = group
+            same = [g for g in pool if g.results[0].config.experiment == config.experiment]
+            named |= {row.label: row for row in same}
+            missing += [] if same else [config.method]
         if missing:
             follow = " --track-train" if self.number == "2" else ""
             raise self._lacks(
@@ -147,35 +104,35 @@ class PaperFigure:
             )
         return named
 
-    def _ranges(self) -> dict[str, list[Group]]:
+    def _ranges(self) -> dict[str, list[Row]]:
         """By method the experiments over its strength, at least two."""
         pool = self._pool()
         names = [parse(text).name for text in self.methods or METHODS["3"]]
-        every = [g for g in pool if g.method in names]
+        every = [row for row in pool if parse(row.spec).name in names]
         # A sigma and a ratio cannot share an axis: the kind with most experiments is drawn.
-        kinds = Counter(g.used[0] for g in every)
+        kinds = Counter(strength(row)[0] for row in every)
         kind = max(kinds, key=lambda k: (kinds[k], k), default="")
-        drawn = [g for g in every if g.used[0] == kind]
-        found = {name: [g for g in drawn if g.method == name] for name in names}
+        drawn = [row for row in every if strength(row)[0] == kind]
+        found = {name: [row for row in drawn if parse(row.spec).name == name] for name in names}
         if others := {k: count for k, count in kinds.items() if k != kind}:
             left = ", ".join(f"{count} by {k}" for k, count in others.items())
             logger.info("figure 3 goes by %s; experiments left out: %s", kind, left)
-        short = [name for name, groups in found.items() if len({g.used[1] for g in groups}) < 2]
+        short = [name for name, rows in found.items() if len(set(map(strength, rows))) < 2]
         if short:
             commands = [f"{self._sweep} {name} --search sigma" for name in short]
             raise self._lacks(f"two or more strengths of {' and '.join(short)}", *commands)
-        return {label(parse(name)): groups for name, groups in found.items()}
+        return {label(parse(name)): rows for name, rows in found.items()}
 
-    def _studies(self) -> dict[str, tuple[str, str, Sequence[Group]]]:
+    def _studies(self) -> dict[str, tuple[str, str, Sequence[Row]]]:
         """By title the two options and the experiments that were given both."""
         pool = self._pool()
-        drawn: dict[str, tuple[str, str, Sequence[Group]]] = {}
+        drawn: dict[str, tuple[str, str, Sequence[Row]]] = {}
         commands = []
         for name, (first, second, search) in STUDIES.items():
-            same = [g for g in pool if g.method == name]
-            groups = [g for g in same if None not in (g.option(first), g.option(second))]
-            if len({(g.option(first), g.option(second)) for g in groups}) > 1:
-                drawn[label(parse(name))] = (first, second, groups)
+            same = [row for row in pool if parse(row.spec).name == name]
+            rows = [row for row in same if None not in (option(row, first), option(row, second))]
+            if len({(option(row, first), option(row, second)) for row in rows}) > 1:
+                drawn[label(parse(name))] = (first, second, rows)
             else:
                 commands.append(f"{self._sweep} {name} --search {search}")
         if not drawn or (commands and not self.runs):
@@ -186,8 +143,8 @@ class PaperFigure:
         """Figures 1 and 5, from analyses stored with the runs."""
         kinds = ("radius",) if self.number == "1" else ("landscape", "spectrum")
         runs = [
-            (name, [Run(r.folder) for r in group.results if r.folder is not None])
-            for name, group in self._experiments().items()
+            (name, [Run(r.folder) for r in row.finished if r.folder is not None])
+            for name, row in self._experiments().items()
         ]
         drawn = {kind: analysis_figure(kind, runs, self.store) for kind in kinds}
         return {"": drawn["radius"]} if self.number == "1" else drawn
@@ -210,27 +167,46 @@ def _readable(run: Run) -> Result | None:
         return None
 
 
-def groups_of(results: Sequence[Result]) -> list[Group]:
+def experiments(results: Sequence[Result]) -> list[Row]:
     """Finished results, seeds of one experiment together."""
     found: dict[str, dict[int, Result]] = {}
     for result in results:
         if result.status == "finished":
             found.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
-    return [Group(tuple(seeds.values())) for seeds in found.values()]
+    rows = []
+    for seeds in found.values():
+        config = next(iter(seeds.values())).config
+        name = label(parse(config.method), config.optimizer)
+        rows.append(Row(config.method, name, "", tuple(seeds.values())))
+    return rows
 
 
-def convergence_figure(groups: Mapping[str, Group]) -> Figure:
+def strength(row: Row) -> tuple[str, float]:
+    """What its strength is (a ratio, sigma, rho) and how large; ("", NaN) where there is none."""
+    return row.results[0].strength or ("", math.nan)
+
+
+def option(row: Row, name: str) -> float | None:
+    """An option of the method where the run was given it; its strength goes by any name."""
+    spec = parse(row.spec)
+    if name == "strength":
+        return None if spec.strength is None else spec.strength[1]
+    value = spec.options.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def convergence_figure(rows: Mapping[str, Row]) -> Figure:
     """Figure 2: training loss and test metric by epoch, means over seeds.
 
     The training loss is that at the true weights where the runs followed it (`track_train`),
     else the one the optimizer saw.
     """
     figure, (left, right) = panels(2, width=4.2)
-    example = next(iter(groups.values())).results[0]
+    example = next(iter(rows.values())).finished[0]
     true_loss, tested = f"train_{_loss_name(example)}", f"test_{example.metric}"
     curves = {
-        name: [Run(r.folder).metrics for r in group.results if r.folder]
-        for name, group in groups.items()
+        name: [Run(r.folder).metrics for r in row.finished if r.folder]
+        for name, row in rows.items()
     }
     followed = all(mean_curve(runs, true_loss) for runs in curves.values())
     for i, (name, runs) in enumerate(curves.items()):
@@ -249,26 +225,29 @@ def convergence_figure(groups: Mapping[str, Group]) -> Figure:
     return figure
 
 
-def generalisation_figure(groups: Mapping[str, Sequence[Group]]) -> Figure:
+def generalisation_figure(methods: Mapping[str, Sequence[Row]]) -> Figure:
     """Figure 3: gap against final training loss, and test metric, over the strength.
 
-    `groups` has the experiments of each method, one for each strength, all of one kind.
+    `methods` has the experiments of each method, one for each strength, all of one kind.
     """
-    kinds = sorted({group.used[0] or "none" for found in groups.values() for group in found})
+    kinds = sorted({strength(row)[0] or "none" for found in methods.values() for row in found})
     if len(kinds) > 1:
         raise ValueError(f"Strengths of several kinds cannot share an axis: {', '.join(kinds)}.")
     figure, (left, right) = panels(2, width=4.2)
-    for i, (name, found) in enumerate(groups.items()):
+    for i, (name, found) in enumerate(methods.items()):
         style = marked_style(i)
         example = found[0].results[0]
-        ordered = sorted(found, key=lambda g: g.used[1])
-        losses = [group.scores("train", _loss_name(example))[0] for group in ordered]
-        gaps, strengths = [g.gap() for g in ordered], [g.used[1] for g in ordered]
+        ordered = sorted(found, key=strength)
+        losses = [mean_std(row.values("train", _loss_name(example)))[0] for row in ordered]
+        gaps = [mean_std(row.gaps())[0] for row in ordered]
+        strengths = [strength(row)[1] for row in ordered]
         left.plot(losses, gaps, **style, label=name)
-        for *place, strength in zip(losses, gaps, strengths, strict=True):
+        for *place, used in zip(losses, gaps, strengths, strict=True):
             words = {"fontsize": "x-small", "color": style["color"], "textcoords": "offset points"}
-            left.annotate(f"{strength:g}", place, xytext=(5, 4 - 12 * (i % 2)), **words)
-        means, stds = zip(*(group.scores("test") for group in ordered), strict=True)
+            left.annotate(f"{used:g}", place, xytext=(5, 4 - 12 * (i % 2)), **words)
+        means, stds = zip(
+            *(mean_std(row.values("test", example.metric)) for row in ordered), strict=True
+        )
         error_bars(right, i, strengths, means, stds, name)
     left.set_xlabel(f"final training loss ({_loss_name(example)})")
     left.set_ylabel(f"gap in {example.metric}, train to test")
@@ -278,7 +257,7 @@ def generalisation_figure(groups: Mapping[str, Sequence[Group]]) -> Figure:
     return figure
 
 
-def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Group]]]) -> Figure:
+def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Row]]]) -> Figure:
     """Figure 4: the test metric over two options of a method, one panel a study.
 
     `studies` has, by title, the names of the two options and the experiments.
@@ -286,8 +265,14 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Group]]]) 
     import numpy as np
 
     figure, axes = panels(len(studies), width=4.6, columns=2)
-    for axis, (title, (first, second, groups)) in zip(axes, studies.items(), strict=True):
-        points = {(g.option(first), g.option(second)): g.scores("test")[0] for g in groups}
+    for axis, (title, (first, second, rows)) in zip(axes, studies.items(), strict=True):
+        example = rows[0].results[0]
+        points = {
+            (option(row, first), option(row, second)): mean_std(row.values("test", example.metric))[
+                0
+            ]
+            for row in rows
+        }
         xs, ys = (sorted(set(values)) for values in zip(*points, strict=True))
         grid = np.array([[points.get((x, y), np.nan) for x in xs] for y in ys])
         image = axis.imshow(np.ma.masked_invalid(grid), cmap=SURFACE, origin="lower", aspect="auto")
@@ -298,10 +283,9 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Group]]]) 
             axis.text(column, row, words, ha="center", va="center", color=colour)
         axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
         axis.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
-        example = groups[0].results[0]
-        axis.set_xlabel(groups[0].used[0] or first if first == "strength" else first)
+        axis.set_xlabel(strength(rows[0])[0] or first if first == "strength" else first)
         axis.set_ylabel(second)
-        axis.set_title(f"{title}, n = {min(len(g.results) for g in groups)}")
+        axis.set_title(f"{title}, n = {min(len(row.results) for row in rows)}")
         figure.colorbar(image, ax=axis, label=f"test {example.metric}")
     return figure
 

@@ -14,7 +14,6 @@ from steppe.analysis import Result
 from steppe.lab.errors import LabError
 from steppe.lab.runs import DEFAULT_STORE, Run
 from steppe.lab.sentences import NAMES
-from steppe.lab.specs import label, parse
 from steppe.report import figures
 from steppe.report.analyses import FOLDER, load
 from steppe.report.canvas import (
@@ -27,7 +26,7 @@ from steppe.report.canvas import (
     shared_legend,
 )
 from steppe.report.sections import interval
-from steppe.report.subjects import find_runs, runs_by_method
+from steppe.report.subjects import run_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +45,6 @@ def figure_of(results: Result | Mapping[str, Result], **options: Any) -> Figure:
         raise TypeError(f"One figure shows one kind of result, got {names}.")
     drawers: dict[type[Result], Any] = {
         analysis.Landscape: figures.landscape_figure,
-        analysis.Line: figures.slice_figure,
         analysis.Spectrum: figures.spectrum_figure,
         analysis.RadiusCurve: figures.radius_figure,
         analysis.Eigenvalues: eigenvalue_figure,
@@ -146,7 +144,7 @@ def pictured(run: Run, name: str) -> tuple[Path, Path]:
     old = not picture.exists() or picture.stat().st_mtime < numbers.stat().st_mtime
     if stored is not None and old:
         try:
-            save_figure(figure_of({_run_label(run): stored.result}), picture, formats=("png",))
+            save_figure(figure_of({run_label(run): stored.result}), picture, formats=("png",))
         except (ImportError, ValueError) as error:  # a ValueError: nothing finite to show
             logger.info("no picture: %s", error)
     return numbers, picture
@@ -169,26 +167,3 @@ def analysis_figure(kind: str, runs: Sequence[tuple[str, list[Run]]], store: Pat
             f"steppe analyze {kind} {shlex.join(missing)}{where}"
         )
     return figure_of(found)
-
-
-def named_runs(names: Sequence[str], store: Path) -> list[tuple[str, list[Run]]]:
-    """Runs by what a figure calls them; a comparison's by method."""
-    found: list[tuple[str, list[Run]]] = []
-    for name in names:
-        if name.endswith(".json"):
-            found += runs_by_method(name, store)
-        else:
-            found += [(_run_label(run), [run]) for run in find_runs(name, store)]
-    texts = [text for text, _ in found]
-    return [
-        (text if texts.count(text) == 1 else f"{text}, {runs[0].name.rpartition('-')[2]}", runs)
-        for text, runs in found
-    ]
-
-
-def _run_label(run: Run) -> str:
-    """`ARWP (ratio 0.6), seed 0`."""
-    config = run.config
-    spec = parse(config.method)
-    strength = f" ({spec.strength[0]} {spec.strength[1]:g})" if spec.strength else ""
-    return f"{label(spec, config.optimizer)}{strength}, seed {config.seed}"

@@ -95,15 +95,31 @@ def _results(name: str, store: Path) -> list[Result]:
     return [_finished(run) for run in find_runs(name, store)]
 
 
-def runs_by_method(file: str, store: Path) -> list[tuple[str, list[Run]]]:
-    """The finished runs of a comparison's methods, by label."""
-    found = []
-    for row in find_comparison([file], store).rows:
-        runs = [Run(result.folder) for result in row.finished if result.folder is not None]
-        if not runs:
-            raise LabError(f"the runs of {file} are not in {store}: give --store FOLDER.")
-        found.append((row.label, runs))
-    return found
+def named_runs(names: Sequence[str], store: Path) -> list[tuple[str, list[Run]]]:
+    """Runs by what a figure calls them; a comparison's finished runs by method."""
+    found: list[tuple[str, list[Run]]] = []
+    for name in names:
+        if not name.endswith(".json"):
+            found += [(run_label(run), [run]) for run in find_runs(name, store)]
+            continue
+        for row in find_comparison([name], store).rows:
+            runs = [Run(result.folder) for result in row.finished if result.folder is not None]
+            if not runs:
+                raise LabError(f"the runs of {name} are not in {store}: give --store FOLDER.")
+            found.append((row.label, runs))
+    texts = [text for text, _ in found]
+    return [
+        (text if texts.count(text) == 1 else f"{text}, {runs[0].name.rpartition('-')[2]}", runs)
+        for text, runs in found
+    ]
+
+
+def run_label(run: Run) -> str:
+    """`ARWP (ratio 0.6), seed 0`."""
+    config = run.config
+    spec = parse(config.method)
+    strength = f" ({spec.strength[0]} {spec.strength[1]:g})" if spec.strength else ""
+    return f"{label(spec, config.optimizer)}{strength}, seed {config.seed}"
 
 
 def find_runs(name: str, store: Path) -> list[Run]:

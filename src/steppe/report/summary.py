@@ -17,7 +17,7 @@ from steppe.lab.survival import UNCHANGED, survival_cells
 from steppe.lab.tables import join_words
 from steppe.report.charts import shown, tag, text
 from steppe.report.gathered import Gathered
-from steppe.report.survival import has_accuracy, measured_alike, survival_curves
+from steppe.report.survival import shared_curves
 
 
 def summary(gathered: Gathered) -> str:
@@ -150,14 +150,10 @@ def _flatness(gathered: Gathered) -> Iterator[str]:
 def _lost(gathered: Gathered) -> Iterator[str]:
     """Changes after which the baseline has the best mean of all."""
     groups = gathered.every("robustness")
-    every = [one for group in groups.values() for one in group]
-    if 0 not in groups or len(groups) < 2 or len({measured_alike(one) for one in every}) != 1:
+    if 0 not in groups or len(groups) < 2 or (found := shared_curves(groups)) is None:
         return
-    accuracy = has_accuracy(every)
-    curves = {
-        i: next(iter(survival_curves(group, accuracy).values())) for i, group in groups.items()
-    }
-    sign = 1 if accuracy else -1
+    curves = {i: next(iter(of.values())) for i, of in found[1].items()}
+    sign = 1 if found[0] else -1
     lost = []
     for panel, points in curves[0].items():
         for k, (size, mine, _) in enumerate(points):

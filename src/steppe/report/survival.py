@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from steppe.analysis import Robustness
 from steppe.lab.statistics import half_width, mean_std
@@ -24,25 +24,8 @@ UNCHANGED = {kind: 0.0 for kind in AXES if kind != "rounding"} | {"contrast": 1.
 BACKWARDS = ("bits", "contrast")
 """Changes that are the stronger the smaller their number."""
 
-Results = Robustness | Sequence[Robustness] | Mapping[str, Robustness | Sequence[Robustness]]
-
-
-def grouped(results: Results) -> dict[str, list[Robustness]]:
-    """Results by name, a list for each."""
-    by_name = dict(results) if isinstance(results, Mapping) else {"": results}
-    groups = {
-        name: [group] if isinstance(group, Robustness) else list(group)
-        for name, group in by_name.items()
-    }
-    if not groups or not all(groups.values()):
-        raise ValueError("There is nothing to draw: no result was given.")
-    for name, group in groups.items():
-        if len({measured_alike(one) for one in group}) > 1:
-            raise ValueError(
-                f"The results of {name!r} were not measured alike (other changes, samples or "
-                "BatchNorm statistics). Give results of one kind."
-            )
-    return groups
+Groups = Mapping[int, Sequence[Robustness]]
+"""Results by the number of their row."""
 
 
 def measured_alike(result: Robustness) -> tuple[object, ...]:
@@ -51,10 +34,18 @@ def measured_alike(result: Robustness) -> tuple[object, ...]:
     return (*changes, result.origin["samples"])
 
 
-def has_accuracy(results: Results) -> bool:
+def has_accuracy(results: Iterable[Robustness]) -> bool:
     """Whether all of them know an accuracy; else curves show the loss."""
-    every = [one for group in grouped(results).values() for one in group]
-    return not any(bool(one.accuracy.isnan().all()) for one in every)
+    return not any(bool(one.accuracy.isnan().all()) for one in results)
+
+
+def shared_curves(groups: Groups) -> tuple[bool, dict[int, dict[str, Curves]]] | None:
+    """Whether they have an accuracy, and the curves of each row; None if not measured alike."""
+    every = [one for group in groups.values() for one in group]
+    if len({measured_alike(one) for one in every}) != 1:
+        return None
+    accuracy = has_accuracy(every)
+    return accuracy, {row: survival_curves(group, accuracy) for row, group in groups.items()}
 
 
 def survival_curves(group: Sequence[Robustness], accuracy: bool = True) -> dict[str, Curves]:

@@ -1,11 +1,12 @@
 "use strict";
 /* The page's two movements: surfaces that turn, and a legend that brings lines to the front. */
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
   const start = { azimuth: -0.7, elevation: 0.55, zoom: 1 };
   const view = { ...start };
   const canvases = [...document.querySelectorAll("canvas[data-surface]")];
-  const shades = (data.colours || []).map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+  const grids = new Map(canvases.map((canvas) => [canvas, JSON.parse(canvas.dataset.surface)]));
+  const colours = [...document.querySelectorAll("#palette stop")].map((stop) => stop.getAttribute("stop-color"));
+  const shades = colours.map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
 
   function colour(height, light) {
     const at = Math.min(Math.max(height, 0), 1) * (shades.length - 1);
@@ -58,7 +59,7 @@
   }
 
   function draw(canvas, moving) {
-    const surface = data.surfaces[canvas.dataset.surface];
+    const grid = grids.get(canvas);
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const width = canvas.clientWidth || 480, height = Math.round(width * 0.79);
     canvas.width = width * ratio;
@@ -72,9 +73,9 @@
     context.strokeStyle = line;
     outline(context, floor);
     context.stroke();
-    const stride = moving && surface.heights.length > 40 && canvases.length > 3 ? 2 : 1;
+    const stride = moving && grid.length > 40 && canvases.length > 3 ? 2 : 1;
     context.lineWidth = 0.6;
-    for (const quad of quads(surface.heights, project, stride)) {
+    for (const quad of quads(grid, project, stride)) {
       outline(context, quad.p);
       context.fillStyle = context.strokeStyle = colour(quad.h, quad.light);
       context.fill();
@@ -89,14 +90,14 @@
       const [x, y] = project(...at);
       context.fillText(name, x, y + 4);
     }
-    upright(context, project, surface);
+    upright(context, project, canvas.dataset);
     canvas.dataset.azimuth = view.azimuth.toFixed(4);
     canvas.dataset.elevation = view.elevation.toFixed(4);
     canvas.dataset.zoom = view.zoom.toFixed(3);
   }
 
   /* The scale of the loss, at the corner farthest to the left. */
-  function upright(context, project, surface) {
+  function upright(context, project, ends) {
     const corners = [[-1, -1], [1, -1], [1, 1], [-1, 1]];
     const [x, y] = corners.reduce((best, c) => (project(...c, 0)[0] < project(...best, 0)[0] ? c : best));
     const low = project(x, y, -0.55), high = project(x, y, 0.55);
@@ -107,7 +108,7 @@
     context.lineTo(high[0] - 6, high[1]);
     context.stroke();
     context.textAlign = "left";
-    for (const [words, at] of [[surface.low, low], [surface.high, high]]) {
+    for (const [words, at] of [[ends.low, low], [ends.high, high]]) {
       context.fillText(words, Math.max(2, at[0] - 11 - context.measureText(words).width), at[1] + 4);
     }
   }

@@ -133,31 +133,10 @@ class DataSets:
             raise LabError(f"say what to {self.action}: steppe data {self.action} cifar10.")
         for name in self.names:
             with explained(f"{self.action} {name}"):
-                _write(
-                    fetched(name, self.root, self.url)
-                    if self.action == "fetch"
-                    else data.verify(name, self.root)
-                )
-
-
-def fetched(name: str, root: Path | None, url: str | None) -> str:
-    """Download with a progress bar, on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from steppe.lab import data
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks = {}
-
-        def progress(file: str, done: int, total: int | None) -> None:
-            if file not in tasks:
-                tasks[file] = bars.add_task(file, total=total)
-            bars.update(tasks[file], completed=done)
-
-        return f"{name} is in {data.fetch(name, root, url, progress)}"
+                if self.action == "fetch":
+                    _write(f"{name} is in {data.fetch(name, self.root, self.url)}")
+                else:
+                    _write(data.verify(name, self.root))
 
 
 def _summary(run: Run) -> Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import shutil
 import time
 from collections import defaultdict
 from contextlib import AbstractContextManager
@@ -269,7 +270,7 @@ class Course:
             checkpoints.write_atomic(self.run.model_file, checkpoints.packed(weights))
         self.run.write_json("result.json", result.to_dict())
         if result.status == "finished":
-            checkpoints.clear(self.run.checkpoints)
+            shutil.rmtree(self.run.checkpoints, ignore_errors=True)
 
     def _tell(self, *, force: bool = False, done: str = "") -> None:
         now = time.monotonic()

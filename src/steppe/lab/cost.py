@@ -1,15 +1,17 @@
-"""What a step costs, measured with torch's FLOP counter."""
+"""What a run costs: FLOPs by torch's counter, and time beside the baseline's."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import steppe
+from steppe.lab.results import Result
 
 SAMPLES = 32
 
@@ -35,3 +37,16 @@ def step_flops(
         loss_fn(twin(x), y).backward()
     passes = 1 if method.feed == "slices" else len(method.passes)  # slices share one batch
     return round(counter.get_total_flops() * passes * batch_size / len(y))
+
+
+def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]:
+    """FLOPs and time as multiples of the baseline's, over pairs of runs; time on equal machines."""
+    times = [
+        a.cost_seconds / b.cost_seconds
+        for a, b in zip(results, base, strict=True)
+        if a.status == b.status == "finished" and b.cost_seconds > 0 and a.machine == b.machine
+    ]
+    found = {"flops": results[0].flops * results[0].steps / max(1, base[0].flops * base[0].steps)}
+    if times:
+        found["time"] = statistics.median(times)
+    return found

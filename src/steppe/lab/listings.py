@@ -17,7 +17,7 @@ from steppe.lab.options import Maybe, Words
 from steppe.lab.recipes import PAPER, RECIPES, recipe
 from steppe.lab.results import stored
 from steppe.lab.runs import DEFAULT_STORE, Record, Run, Store
-from steppe.lab.tables import Format, Table, terminal_width
+from steppe.lab.tables import Format, Table, as_csv, terminal_width
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Runs:
             raise LabError(f"say which run to {self.action}: steppe runs {self.action} NAME.")
         for run in [store.get(name) for name in self.names]:
             if self.action == "show":
-                _write(_csv(run.metrics) if self.csv else _about(run))
+                _write(as_csv(run.metrics) if self.csv else _about(run))
             else:
                 store.remove(run)
                 _write(f"removed {run.folder}")
@@ -77,7 +77,7 @@ class Runs:
             return f"No runs in {self.store} yet. The first: steppe train digits"
         records = [_summary(run) for run in runs]
         if self.csv:
-            return _csv(records)
+            return as_csv(records)
         names = ("run", "status", "step", "metric", "test", "seconds")
         rows = tuple(tuple(_cell(record.get(name)) for name in names) for record in records)
         return Table(names, rows).text()
@@ -148,13 +148,6 @@ def _summary(run: Run) -> Record:
     if result.status == "finished":
         record["test"] = result.score()
     return record
-
-
-def _csv(records: Sequence[Record]) -> str:
-    """With a column for every name that appears."""
-    names = tuple(dict.fromkeys(name for record in records for name in record))
-    rows = tuple(tuple(str(record.get(name, "")) for name in names) for record in records)
-    return Table(names, rows).csv()
 
 
 def _about(run: Run) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from steppe.lab.naming import shown_name
@@ -28,44 +28,13 @@ def comparison_table(comparison: Comparison) -> Table:
         f"− {comparison.baseline.label.partition(' ')[0]} [interval]",
         "p (Holm)",
         "gap",
-        *(_heading(name, comparison) for name in _others(comparison)),
+        *(_heading(name, comparison) for name in comparison.others),
         "time ×",
         "FLOPs ×",
         "n",
     )
     rows = tuple(_cells(row, comparison) for row in comparison.rows)
     return Table(header, rows, _title(comparison), _notes(comparison))
-
-
-def comparison_numbers(
-    comparison: Comparison, further: Sequence[str], values: Mapping[str, Sequence[str]]
-) -> Table:
-    """The same as numbers, one column each, for programs; with further columns by spec."""
-    metric = comparison.example.metric
-    others = _others(comparison)
-    header = (
-        *("method", "spec", "strength", "chosen", "trials", "n", f"{metric}_mean", f"{metric}_std"),
-        *("difference", "low", "high", "p", "p_holm", "verdict", "gap", *others, "time", "flops"),
-        *further,
-    )
-    rows = []
-    for row in comparison.rows:
-        found = row.difference
-        difference: tuple[object, ...] = ("",) * 6
-        if found is not None:
-            difference = (found.mean, found.low, found.high, found.p, found.p_holm, found.verdict)
-        cells: tuple[object, ...] = (
-            *(row.label, row.spec, row.strength, row.chosen, row.trials, len(row.finished)),
-            *mean_std(row.values("test", metric)),
-            *difference,
-            mean_std(row.gaps())[0],
-            *(mean_std(row.values("test", name))[0] for name in others),
-            row.cost.get("time", ""),
-            row.cost["flops"],
-            *values[row.spec],
-        )
-        rows.append(tuple(str(cell) for cell in cells))
-    return Table(header, tuple(rows))
 
 
 def _heading(name: str, comparison: Comparison) -> str:
@@ -75,18 +44,12 @@ def _heading(name: str, comparison: Comparison) -> str:
     return NAMES.get(name, name) + arrows[{**HIGHER_IS_BETTER, **better}.get(name)]
 
 
-def _others(comparison: Comparison) -> list[str]:
-    """The metrics that do not decide."""
-    example = comparison.example
-    return [name for name in example.metrics["test"] if name not in (example.metric, "loss")]
-
-
 def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
     metric = comparison.example.metric
     digits = metric_digits(comparison)
     form = f".{digits}f"
     gap, _ = mean_std(row.gaps())
-    rest = (mean_std(row.values("test", name))[0] for name in _others(comparison))
+    rest = (mean_std(row.values("test", name))[0] for name in comparison.others)
     return (
         row.label,
         row.strength or "–",

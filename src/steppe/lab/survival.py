@@ -117,20 +117,6 @@ def survival_sentence(comparison: Comparison) -> str:
     return f"{verdicts} {_damage(every, comparison, digits)}"
 
 
-def survival_columns(comparison: Comparison) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """Names of columns, and each row's numbers by its spec, for programs."""
-    cells = survival_cells(comparison)
-    names: dict[str, None] = {}
-    numbers: dict[str, list[str]] = {row.spec: [] for row in comparison.rows}
-    for cell in cells:
-        stem = f"{'unchanged' if cell.change == UNCHANGED else cell.change}, {cell.statistics}"
-        names |= dict.fromkeys(f"{stem}{end}" for end in ("", " difference", " low", " high"))
-        said = cell.difference
-        values = ("", "", "") if said is None else (said.mean, said.low, said.high)
-        numbers[cell.row.spec] += [str(v) for v in (mean_std(cell.values)[0], *values)]
-    return tuple(names), {spec: tuple(values) for spec, values in numbers.items()}
-
-
 def _found(rows: list[tuple[Row, Difference]], base: str, digits: int) -> str:
     """`RWP (+6.80) is better than SGD`; empty if nothing is significant there."""
     verdicts = {difference.verdict for _, difference in rows}

@@ -75,12 +75,25 @@ class Runs:
     def _list(self, runs: list[Run]) -> str:
         if not runs:
             return f"No runs in {self.store} yet. The first: steppe train digits"
-        records = [_summary(run) for run in runs]
+        records = []
+        for run in runs:
+            record: Record = {"run": run.name, "status": run.status}
+            if (result := stored(run)) is None:
+                record["step"] = run.progress()
+            else:
+                record |= {"step": result.steps, "metric": result.metric}
+                record["seconds"] = round(result.seconds, 1)
+                if result.status == "finished":
+                    record["test"] = result.score()
+            records.append(record)
         if self.csv:
             return as_csv(records)
         names = ("run", "status", "step", "metric", "test", "seconds")
-        rows = tuple(tuple(_cell(record.get(name)) for name in names) for record in records)
-        return Table(names, rows).text()
+        rows = [[record.get(name, "–") for name in names] for record in records]
+        cells = tuple(
+            tuple(f"{c:.4g}" if isinstance(c, float) else str(c) for c in r) for r in rows
+        )
+        return Table(names, cells).text()
 
 
 @dataclass(frozen=True)
@@ -139,17 +152,6 @@ class DataSets:
                     _write(data.verify(name, self.root))
 
 
-def _summary(run: Run) -> Record:
-    result = stored(run)
-    record: Record = {"run": run.name, "status": run.status}
-    if result is None:
-        return {**record, "step": run.progress()}
-    record |= {"step": result.steps, "metric": result.metric, "seconds": round(result.seconds, 1)}
-    if result.status == "finished":
-        record["test"] = result.score()
-    return record
-
-
 def _about(run: Run) -> str:
     """A run in a few lines: result, where it ran, its files."""
     result = stored(run)
@@ -167,12 +169,6 @@ def _left(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _toml(value: object) -> str:

@@ -59,7 +59,13 @@ def parse(name: str, arguments: list[str]) -> Any:
             raise LabError(f"{name} does not take --{option}: {instead}.")
     first = _read(kind, name, wanted)
     if getattr(first, "resume", None) is not None and len(wanted) == len(arguments):
-        _refuse_with_resume(first.recipe, wanted)
+        allowed = ("--resume", "--store", "--quiet", "-q")
+        others = [w for w in wanted if w.startswith("-") and w.split("=")[0] not in allowed]
+        for word in [*([] if first.recipe is None else [f"the recipe {first.recipe}"]), *others]:
+            raise LabError(
+                f"{word} cannot change a resumed run, which keeps its own settings. Leave it out, "
+                "or train a new run with steppe train --config RUN/config.json."
+            )
         return first
     base = starting_point(name, first, wanted)
     shared = type(first.settings)(**vars(base))
@@ -107,17 +113,6 @@ def _settled(command: Any, base: Config, words: list[str]) -> Config:
             raise LabError("give --epochs or --steps, not both.")
         config = config.replace(steps=None)  # those of the recipe
     return config
-
-
-def _refuse_with_resume(named: str | None, words: list[str]) -> None:
-    """A resumed run has its own settings; others would be ignored."""
-    allowed = ("--resume", "--store", "--quiet", "-q")
-    others = [w for w in words if w.startswith("-") and w.split("=")[0] not in allowed]
-    for word in [*([] if named is None else [f"the recipe {named}"]), *others]:
-        raise LabError(
-            f"{word} cannot change a resumed run, which keeps its own settings. Leave it out, or "
-            "train a new run with steppe train --config RUN/config.json."
-        )
 
 
 def _given(option: str, words: list[str], pairs: tuple[str, ...]) -> bool:

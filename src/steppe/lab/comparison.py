@@ -296,17 +296,6 @@ def compare(
     return Comparison(config, numbers, judged(rows))
 
 
-def distinct_labels(rows: Sequence[Row]) -> list[str]:
-    """The rows' labels, with the strength where several settings of one method stand side by side."""
-    labels = [row.label for row in rows]
-    return [
-        f"{row.label.removesuffix(')')}{', ' if row.label.endswith(')') else ' ('}{row.strength})"
-        if labels.count(row.label) > 1 and row.strength
-        else row.label
-        for row in rows
-    ]
-
-
 def judged(rows: list[Row]) -> tuple[Row, ...]:
     """The rows with distinct labels, differences to the first, corrected over all, and costs."""
     base = rows[0]
@@ -315,9 +304,12 @@ def judged(rows: list[Row]) -> tuple[Row, ...]:
     differences = compare_all(
         [together.paired(row.spec, base.spec) for row in rows[1:]], higher_is_better=better_up
     )
-    return tuple(
-        replace(row, label=label, difference=difference, cost=costs(row.results, base.results))
-        for row, label, difference in zip(
-            rows, distinct_labels(rows), [None, *differences], strict=True
-        )
-    )
+    labels, found = [row.label for row in rows], []
+    for row, difference in zip(rows, [None, *differences], strict=True):
+        label = row.label
+        if labels.count(label) > 1 and row.strength:  # several settings of one method
+            joint = ", " if label.endswith(")") else " ("
+            label = f"{label.removesuffix(')')}{joint}{row.strength})"
+        cost = costs(row.results, base.results)
+        found.append(replace(row, label=label, difference=difference, cost=cost))
+    return tuple(found)

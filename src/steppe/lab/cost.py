@@ -36,7 +36,8 @@ def step_flops(
     with torch.random.fork_rng(devices=devices), FlopCounterMode(display=False) as counter:
         loss_fn(twin(x), y).backward()
     passes = 1 if method.feed == "slices" else len(method.passes)  # slices share one batch
-    return round(counter.get_total_flops() * passes * batch_size / len(y))
+    flops: int = counter.get_total_flops()
+    return round(flops * passes * batch_size / len(y))
 
 
 def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]:

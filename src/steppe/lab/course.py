@@ -156,7 +156,9 @@ class Course:
             self.shown = ((self.task.metric, record[f"test_{self.task.metric}"]),)
         record["seconds"] = round(self.clock.wall, 3)
         self._tell(force=True)
-        self.world.from_first(lambda: self.run and self.run.append_metrics(record))
+        with self.world.together():
+            if self.run is not None:
+                self.run.append_metrics(record)
 
     def _final_metrics(self) -> dict[str, dict[str, float]]:
         """Metrics of the final model; with recomputed BatchNorm statistics too if asked for."""

@@ -110,8 +110,10 @@ def _connect(ray: Any, address: str) -> None:
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
         ray.init(address="local", **own, **quiet)
         return
+    host, colon, port = address.rpartition(":")
     try:
-        _knock(address)
+        if colon and port.isdigit() and "://" not in address:  # Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).partition("\n")[0].rstrip(".")
@@ -119,13 +121,6 @@ def _connect(ray: Any, address: str) -> None:
             f"no Ray cluster at {address}: {first}. Start one with `ray start --head`, or give no "
             "address, and one is started for this command."
         ) from error
-
-
-def _knock(address: str) -> None:
-    """Raise at once where nobody listens; Ray would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "://" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 class Tasks(AbstractContextManager["Tasks"]):
@@ -205,7 +200,10 @@ class Tasks(AbstractContextManager["Tasks"]):
         try:
             result: Result | Interrupted = self._ray.get(task)
         except errors.RayTaskError as error:
-            return _own(error)
+            if error.cause is None:  # it could not travel
+                return error  # type: ignore[no-any-return]
+            error.cause.__cause__ = error  # what the run raised, because of Ray's account of it
+            return error.cause  # type: ignore[no-any-return]
         except errors.RayError as error:
             if self._stopping:
                 return Interrupted(0, 0, None)
@@ -241,12 +239,3 @@ class Tasks(AbstractContextManager["Tasks"]):
             del self._open[task]
             self._ray.cancel(task)
         return {trial.index for trial in waiting.values()}
-
-
-def _own(error: Any) -> BaseException:
-    """What a run raised, as the local engine would raise it, because of Ray's account of it."""
-    cause: BaseException | None = error.cause
-    if cause is None:  # it could not travel
-        return error  # type: ignore[no-any-return]
-    cause.__cause__ = error
-    return cause

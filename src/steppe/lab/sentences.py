@@ -57,17 +57,11 @@ def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
         interval_words(row.difference, digits),
         "–" if row.difference is None else p_words(row.difference),
         signed(gap, digits).removeprefix("+") if row.finished else "–",
-        *(_short(value) for value in rest),
+        *("–" if math.isnan(x) else f"{x:.3f}" if x < 1 else f"{x:.1f}" for x in rest),
         f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
         f"{row.cost['flops']:.2f}",
         str(len(row.finished)),
     )
-
-
-def _short(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:.3f}" if value < 1 else f"{value:.1f}"
 
 
 def metric_digits(comparison: Comparison) -> int:

@@ -145,11 +145,11 @@ def fetch(name: str, root: Path | None = None, url: str | None = None) -> Path:
 def download(url: str, file: Path, md5: str) -> None:
     """Write the content of `url` to `file`; raise unless it is complete and has this checksum."""
     screen = Console(stderr=True)
-    bar = {"description": file.name, "console": screen, "disable": not screen.is_terminal}
+    bar = partial(wrap_file, console=screen, disable=not screen.is_terminal)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, file.open("wb") as out:
             total = int(answer.headers.get("Content-Length") or 0)
-            with wrap_file(answer, total, **bar) as content:
+            with bar(answer, total, description=file.name) as content:
                 shutil.copyfileobj(content, out)
     except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
         raise ConnectionError(

@@ -62,7 +62,7 @@ def whole_batches(split: data.MemorySplit) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def per_sample_batches(split: data.MemorySplit) -> Iterator[tuple[Tensor, Tensor]]:
-    dataset = PerSample(split.inputs, split.labels)
+    dataset = PerSample(split.inputs, split.targets)
     while True:
         yield from DataLoader(dataset, batch_size=BATCH, shuffle=True, drop_last=True)
 

@@ -44,7 +44,7 @@ def coerce(name: str, value: object, hint: Any) -> object:
         origin = typing.get_origin(kind)
         if kind in (bool, types.NoneType) and isinstance(read, kind):
             return read
-        if kind is float and number or kind is int and number and float(read).is_integer():
+        if number and (kind is float or (kind is int and float(read).is_integer())):
             return kind(read)
         if kind is str and isinstance(value, str):
             return value

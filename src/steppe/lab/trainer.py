@@ -46,13 +46,7 @@ class Trainer:
         self.device = device
         self.model = problem.model.to(device)
         if config.channels_last:
-            convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
-            narrow = min((m.out_channels for m in convolutions), default=8)
-            if narrow < 8 and device.type == "cpu":  # torch 2.13 would corrupt memory
-                raise LabError(
-                    f"channels_last with a convolution of {narrow} channels (fewer than 8) "
-                    "crashes torch on the CPU. Set channels_last=false or widen the model."
-                )
+            check_channels(self.model, device)
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.per_epoch = steps_of_epoch(len(self.data.train), config)
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
@@ -214,6 +208,16 @@ class Trainer:
         torch.set_rng_state(cpu)
         if cuda is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(cuda, self.device)
+
+
+def check_channels(model: nn.Module, device: torch.device) -> None:
+    """Raise where torch would corrupt memory (2.13, CPU): channels_last with few channels."""
+    narrow = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.out_channels < 8]
+    if narrow and device.type == "cpu":
+        raise LabError(
+            f"channels_last with a convolution of {narrow[0].out_channels} channels (fewer than 8) "
+            "crashes torch on the CPU. Set channels_last=false or widen the model."
+        )
 
 
 def lies_over_ranks(method: steppe.Method) -> bool:

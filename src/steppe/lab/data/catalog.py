@@ -201,5 +201,5 @@ def content_digest(data: Data) -> str:
     for split in (data.train, data.test):
         assert isinstance(split, MemorySplit)
         digest.update(split.inputs.contiguous().numpy().data)
-        digest.update(split.labels.to(torch.uint8).numpy().data)
+        digest.update(split.targets.to(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -20,17 +20,13 @@ Task = tuple[Tensor, int | None]  # which samples, and the seed of their augment
 class Split(ABC):
     """Samples with targets, drawn as batches in an order that the caller gives."""
 
-    labels: Tensor | None
+    targets: Tensor | None
+    """All targets in storage order, or None where only loading every sample would tell."""
     slow_to_load: ClassVar[bool] = True
-
-    @property
-    def targets(self) -> Tensor | None:
-        """All targets in storage order, or None where only loading every sample would tell."""
-        return self.labels
 
     def relabelled(self, targets: Tensor) -> Split:
         """The same samples with other targets."""
-        return replace(self, labels=targets)  # type: ignore[type-var]
+        return replace(self, targets=targets)  # type: ignore[type-var]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -46,10 +42,6 @@ class Split(ABC):
     @abstractmethod
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         """A batch, augmented if there is a seed; where `slow_to_load`, a worker process does it."""
-
-    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
-        """What is left to do in the training process: nothing, unless a split says so."""
-        return batch
 
     def batches(
         self,
@@ -69,13 +61,7 @@ class Split(ABC):
             (order[place], None if augment_seed is None else mix(augment_seed, place))
             for place in range(start, len(order))
         ]
-        workers = workers if self.slow_to_load else 0
-        for (x, y), (_, seed) in zip(self._loaded(tasks, workers), tasks, strict=True):
-            yield self.finish(x, seed), y
-
-    def _loaded(self, tasks: list[Task], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `load` gives for each task, in order, here or ahead by processes."""
-        if not workers:
+        if not (workers and self.slow_to_load):
             yield from (self.load(*task) for task in tasks)
             return
         loader = DataLoader(
@@ -147,13 +133,13 @@ class MemorySplit(Split):
 
     slow_to_load: ClassVar[bool] = False
     inputs: Tensor
-    labels: Tensor
+    targets: Tensor
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.labels):
+        if len(self.inputs) != len(self.targets):
             raise ValueError(
-                f"inputs and targets must have one length, got {len(self.inputs)} and {len(self.labels)}."
+                f"inputs and targets must have one length, got {len(self.inputs)} and {len(self.targets)}."
             )
 
     def __len__(self) -> int:
@@ -161,7 +147,7 @@ class MemorySplit(Split):
 
     def subset(self, indices: Tensor) -> MemorySplit:
         inputs = self.inputs.index_select(0, indices)
-        return replace(self, inputs=inputs, labels=self.labels[indices])
+        return replace(self, inputs=inputs, targets=self.targets[indices])
 
     def augmented(self, names: tuple[str, ...]) -> MemorySplit:
         if names and (self.inputs.dtype != torch.uint8 or self.inputs.dim() != 4):
@@ -173,4 +159,4 @@ class MemorySplit(Split):
         return replace(self, pipeline=replace(self.pipeline, augmentations=augmentations))
 
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
-        return self.pipeline(self.inputs.index_select(0, indices), seed), self.labels[indices]
+        return self.pipeline(self.inputs.index_select(0, indices), seed), self.targets[indices]

@@ -38,15 +38,15 @@ class DatasetSplit(Split):
 
     dataset: Dataset[Any]
     indices: Tensor
-    labels: Tensor | None = None
+    targets: Tensor | None = None
     collate: Callable[[list[Any]], Any] = default_collate
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def subset(self, indices: Tensor) -> DatasetSplit:
-        labels = None if self.labels is None else self.labels[indices]
-        return replace(self, indices=self.indices[indices], labels=labels)
+        targets = None if self.targets is None else self.targets[indices]
+        return replace(self, indices=self.indices[indices], targets=targets)
 
     def augmented(self, names: tuple[str, ...]) -> DatasetSplit:
         if names:
@@ -60,7 +60,7 @@ class DatasetSplit(Split):
         with isolated(0 if seed is None else seed):
             samples = [self.dataset[k] for k in self.indices[indices].tolist()]
         x, y = self.collate([sample[:2] for sample in samples])
-        return as_float32(x), as_float32(y if self.labels is None else self.labels[indices])
+        return as_float32(x), as_float32(y if self.targets is None else self.targets[indices])
 
 
 @contextmanager

@@ -183,8 +183,6 @@ class Tasks(AbstractContextManager["Tasks"]):
         )
 
     def wait(self, seconds: float) -> dict[int, End]:
-        if not self._open:
-            return {}
         done, _ = self._ray.wait(list(self._open), timeout=seconds)
         ends = {}
         for task in done:
@@ -232,10 +230,7 @@ class Tasks(AbstractContextManager["Tasks"]):
         return list(events)
 
     def stop(self) -> set[int]:
-        self._stopping = True
-        begun = self._ray.get(self._board.stop.remote())
-        waiting = {task: trial for task, trial in self._open.items() if trial.index not in begun}
-        for task in waiting:
-            del self._open[task]
-            self._ray.cancel(task)
-        return {trial.index for trial in waiting.values()}
+        if not self._stopping:
+            self._stopping = True
+            self._board.stop.remote()
+        return set()  # those that have not begun will, and find that they should stop

@@ -45,15 +45,13 @@ class Board:
     """An actor: where runs tell how far they are, and hear that they should stop."""
 
     def __init__(self) -> None:
-        self._begun: set[int] = set()
         self._events: dict[str, Event] = {}
         self._warnings: list[str] = []
         self._stop = asyncio.Event()
 
-    async def begin(self, index: int) -> bool:
-        """Whether there is any use in beginning."""
-        self._begun.add(index)
-        return not self._stop.is_set()
+    async def stopped(self) -> bool:
+        """Whether there is no use in beginning."""
+        return self._stop.is_set()
 
     async def tell(self, event: Event) -> None:
         self._events[event.run] = event
@@ -67,10 +65,9 @@ class Board:
         self._events, self._warnings = {}, []
         return found
 
-    async def stop(self) -> set[int]:
-        """Tell all runs to stop; gives those that have begun."""
+    async def stop(self) -> None:
+        """Tell all runs to stop, and those that have not begun to end at once."""
         self._stop.set()
-        return self._begun
 
     async def stopping(self) -> None:
         """Answers when runs should stop."""
@@ -94,7 +91,7 @@ class Trial:
 def train_trial(trial: Trial, sources: bytes, board: Any) -> Result | Interrupted:
     """One run, in a worker; it may be on another machine that shares the store's disk."""
     ray = load_ray()
-    if not ray.get(board.begin.remote(trial.index)):
+    if ray.get(board.stopped.remote()):
         return Interrupted(0, 0, None)
     if trial.folder.is_dir():
         os.chdir(trial.folder)

@@ -3,7 +3,6 @@ an experiment."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import os
@@ -22,7 +21,13 @@ from steppe.lab.data.readers import BUILT_IN
 from steppe.lab.data.split import Data
 from steppe.lab.data.table import SUFFIXES, table
 from steppe.lab.data.user import as_data
-from steppe.lab.naming import check_options, names_function, unknown, user_function
+from steppe.lab.naming import (
+    check_options,
+    did_you_mean,
+    names_function,
+    unknown,
+    user_function,
+)
 
 FOLDER = "folder:"
 CIFAR_AUGMENT = ("flip", "crop", "cutout")
@@ -85,16 +90,13 @@ def not_found(name: str) -> ValueError:
         return ValueError(
             f"{name} is neither a folder nor a table: a table's name ends in {' or '.join(SUFFIXES)}."
         )
-    looks_like_path = name.startswith((FOLDER, ".", "~")) or os.sep in name or is_table(name)
-    if looks_like_path:
+    if name.startswith((FOLDER, ".", "~")) or os.sep in name or is_table(name):
         parent = path.parent if path.parent.is_dir() else Path.cwd()
         there = _candidates(parent)
-        near = difflib.get_close_matches(path.name, there, n=2, cutoff=0.5)
-        guess = f" Did you mean {' or '.join(str(parent / n) for n in near)}?" if near else ""
         listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
         return ValueError(
-            f"there is no folder or file {path}.{guess} In {parent} there are "
-            f"{listed or 'no folders and no tables'}."
+            f"there is no folder or file {path}.{did_you_mean(path.name, there)} In {parent} there "
+            f"are {listed or 'no folders and no tables'}."
         )
     others = ("FOLDER", "FILE.csv", "module:function")
     return unknown("data set", name, [*names(), *_candidates(Path.cwd()), *others])

@@ -22,7 +22,7 @@ from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.sentences import comparison_sentence, comparison_table
 from steppe.lab.specs import Spec, as_spec, label, usual_methods
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from steppe.lab.survival import survival_cells, survival_sentence, survival_table
+from steppe.lab.survival import survival_cells, survival_numbers, survival_sentence, survival_table
 from steppe.lab.tables import Format, Table, as_csv, terminal_width
 from steppe.lab.tasks import Task
 from steppe.lab.tuning import Choice, Tune, tune_all
@@ -122,15 +122,16 @@ class Comparison:
         return "\n\n".join(table.render(form, width) for table in self._tables())
 
     def _records(self) -> list[dict[str, Any]]:
-        """Each row's numbers by name, for programs: `accuracy_mean`, `difference_low`, `cost_time` …"""
+        """Each row's numbers by name, for programs."""
         records = []
         for row in self.to_dict()["rows"]:
-            record = {"method": row["label"], "spec": row["spec"]}
-            for name, value in row.items():
-                parts = value if isinstance(value, dict) else {"": value}
-                stem = f"{self.example.metric}_{name}" if name in ("mean", "std") else name
-                if name not in ("label", "runs"):
-                    record |= {f"{stem}_{part}".rstrip("_"): v for part, v in parts.items()}
+            record = {"method": row["label"]}
+            record |= {name: row[name] for name in ("spec", "strength", "chosen", "trials", "n")}
+            record |= {f"{self.example.metric}_{name}": row[name] for name in ("mean", "std")}
+            if found := row["difference"]:
+                names = ("low", "high", "p", "p_holm", "verdict")
+                record |= {"difference": found["mean"], **{name: found[name] for name in names}}
+            record |= {"gap": row["gap"], **row["test"], **row["cost"], **row["compressed"]}
             records.append(record)
         return records
 
@@ -186,11 +187,7 @@ class Comparison:
                     "cost": row.cost,
                     "gap": mean_std(row.gaps())[0],
                     "test": {name: mean_std(row.values(split, name))[0] for name in self.others},
-                    "compressed": {
-                        f"{cell.change}, {cell.statistics}": mean_std(cell.values)[0]
-                        for cell in cells
-                        if cell.row is row
-                    },
+                    "compressed": survival_numbers(cells, row),
                     "runs": [result.to_dict() for result in row.results],
                 }
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,18 @@ def survival_sentence(comparison: Comparison) -> str:
     unit = f", in {comparison.example.unit}" if comparison.example.unit else ""
     verdicts = f"After compression (test {comparison.example.metric}{unit}): {'. '.join(parts)}."
     return f"{verdicts} {_damage(every, comparison, digits)}"
+
+
+def survival_numbers(cells: Sequence[Cell], row: Row) -> dict[str, float]:
+    """A row's means and differences by name, for programs."""
+    numbers = {}
+    for cell in (cell for cell in cells if cell.row is row):
+        stem = f"{'unchanged' if cell.change == UNCHANGED else cell.change}, {cell.statistics}"
+        numbers[stem] = mean_std(cell.values)[0]
+        if (found := cell.difference) is not None:
+            numbers[f"{stem} difference"] = found.mean
+            numbers |= {f"{stem} low": found.low, f"{stem} high": found.high}
+    return numbers
 
 
 def _found(rows: list[tuple[Row, Difference]], base: str, digits: int) -> str:

@@ -38,7 +38,7 @@ def literal(text: str) -> object:
 
 def coerce(name: str, value: object, hint: Any) -> object:
     """`value` as the type `hint`; text is read first. Raises with both if it does not fit."""
-    read = literal(value) if isinstance(value, str) else value
+    read: Any = literal(value) if isinstance(value, str) else value
     number = isinstance(read, int | float) and not isinstance(read, bool)
     for kind in _kinds(hint):
         origin = typing.get_origin(kind)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -31,23 +31,6 @@ NORMALISATION = {
 }
 
 
-class Files(NamedTuple):
-    """Which files hold the splits of a CIFAR, and under which key they hold the labels."""
-
-    train: tuple[str, ...]
-    test: tuple[str, ...]
-    labels: bytes
-    classes: int
-
-
-CIFAR = {
-    "cifar10": Files(
-        tuple(f"data_batch_{k}" for k in range(1, 6)), ("test_batch",), b"labels", classes=10
-    ),
-    "cifar100": Files(("train",), ("test",), b"fine_labels", classes=100),
-}
-
-
 def cifar(
     name: str, folder: Path, *, normalisation: str | None = None, downsample: int | None = None
 ) -> Data:
@@ -59,21 +42,25 @@ def cifar(
     normalisation = name if normalisation is None else normalisation
     if normalisation not in NORMALISATION:
         raise unknown("normalisation", normalisation, NORMALISATION)
-    files, pipeline = CIFAR[name], NORMALISATION[normalisation]
+    parts, key, classes = (["train"], ["test"]), b"fine_labels", 100
+    if name == "cifar10":
+        parts, key, classes = (
+            ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]),
+            b"labels",
+            10,
+        )
     splits, notes = [], []
-    for part in (files.train, files.test):
-        images, labels = read(folder, part, files.labels)
+    for part in parts:
+        images, labels = read(folder, part, key)
         if downsample is not None:
             images = averaged(images, downsample)
-        splits.append(MemorySplit(images, labels, pipeline))
+        splits.append(MemorySplit(images, labels, NORMALISATION[normalisation]))
     if normalisation != name:
         notes.append(f"normalised with the numbers of {normalisation}")
     if downsample is not None:
         notes.append(f"averaged to {downsample}x{downsample}")
     shape = tuple(splits[0].inputs.shape[1:])
-    return Data(
-        name, splits[0], splits[1], classes=files.classes, shape=shape, note="; ".join(notes)
-    )
+    return Data(name, *splits, classes=classes, shape=shape, note="; ".join(notes))
 
 
 def file_content(folder: Path, name: str) -> bytes:
@@ -89,7 +76,7 @@ def file_content(folder: Path, name: str) -> bytes:
         raise ValueError(f"{zipped} is damaged ({error}). Fetch it again.") from error
 
 
-def read(folder: Path, names: tuple[str, ...], label_key: bytes) -> tuple[Tensor, Tensor]:
+def read(folder: Path, names: list[str], label_key: bytes) -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) as bytes and labels from CIFAR's pickled batches."""
     images, labels = [], []
     for name in names:

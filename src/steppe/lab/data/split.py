@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from steppe.lab.data.augment import Pipeline, parse
 from steppe.lab.data.order import mix
@@ -64,10 +64,10 @@ class Split(ABC):
         if not (workers and self.slow_to_load):
             yield from (self.load(*task) for task in tasks)
             return
-        loader = DataLoader(
-            _Tasks(self),
+        loader: DataLoader[Task] = DataLoader(
+            tasks,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=tasks,
+            collate_fn=self._loaded,
             num_workers=workers,
             generator=torch.Generator(),  # else it draws its base seed from the global generator
         )
@@ -79,15 +79,8 @@ class Split(ABC):
             # that ends it at last waits five seconds for workers that got no word to stop.
             getattr(iterator, "_shutdown_workers", lambda: None)()
 
-
-class _Tasks(Dataset[Any]):
-    """What a worker process holds: a task is an index."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __getitem__(self, task: Task) -> Any:
-        return self.split.load(*task)
+    def _loaded(self, task: Task) -> tuple[Tensor, Tensor]:
+        return self.load(*task)
 
 
 @dataclass(frozen=True)

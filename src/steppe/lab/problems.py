@@ -102,8 +102,15 @@ def named(config: Config, sources: Sources) -> Config:
     if sources.data is None:
         changes["data"] = datasets.located(config.data)
         fingerprint += datasets.content_fingerprint(changes["data"])
-    if isinstance(sources.data, Data):
-        fingerprint += data_fingerprint(sources.data)
+    if isinstance(data := sources.data, Data):  # sizes and a few samples tell data sets apart
+        digest = hashlib.sha256(
+            repr((data.name, data.note, len(data.train), len(data.test))).encode()
+        )
+        for split in (data.train, data.test):
+            few = torch.tensor([0, len(split) // 2, len(split) - 1])
+            for x, y in split.batches([few], augment_seed=None):
+                digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
+        fingerprint += digest.hexdigest()[:12]
     if config.init is not None and Path(config.init).is_file():
         with Path(config.init).open("rb") as stream:
             fingerprint += hashlib.file_digest(stream, "sha256").hexdigest()[:12]
@@ -208,16 +215,6 @@ def source_fingerprint(*objects: object) -> str:
         except (OSError, TypeError):
             text = uuid.uuid4().hex
         digest.update(text.encode())
-    return digest.hexdigest()[:12]
-
-
-def data_fingerprint(data: Data) -> str:
-    """A digest of sizes, first, middle and last samples: enough to tell data sets apart."""
-    digest = hashlib.sha256(repr((data.name, data.note, len(data.train), len(data.test))).encode())
-    for split in (data.train, data.test):
-        few = torch.tensor([0, len(split) // 2, len(split) - 1])
-        for x, y in split.batches([few], augment_seed=None):
-            digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
     return digest.hexdigest()[:12]
 
 

@@ -34,7 +34,13 @@ def comparison_table(comparison: Comparison) -> Table:
         "n",
     )
     rows = tuple(_cells(row, comparison) for row in comparison.rows)
-    return Table(header, rows, _title(comparison), _notes(comparison))
+    example, seeds = comparison.example, len(comparison.seeds)
+    note = f" ({example.data_note})" if example.data_note else ""
+    title = f"{shown_name(example.config.data)}{note}, {shown_name(example.config.model)}, "
+    title += (
+        f"{example.steps} steps of batch {example.config.batch}, {seeds} seed{'s' * (seeds > 1)}"
+    )
+    return Table(header, rows, title, _notes(comparison))
 
 
 def _heading(name: str, comparison: Comparison) -> str:
@@ -87,16 +93,6 @@ def p_words(difference: Difference) -> str:
     if difference.n < ENOUGH:
         return "–"
     return "<0.001" if difference.p_holm < 0.001 else f"{difference.p_holm:.3f}"
-
-
-def _title(comparison: Comparison) -> str:
-    example = comparison.example
-    config = example.config
-    about = shown_name(config.data)
-    if example.data_note:
-        about += f" ({example.data_note})"
-    seeds = f"{len(comparison.seeds)} seed{'s' * (len(comparison.seeds) > 1)}"
-    return f"{about}, {shown_name(config.model)}, {example.steps} steps of batch {config.batch}, {seeds}"
 
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:

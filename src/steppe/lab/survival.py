@@ -80,7 +80,11 @@ def survival_table(comparison: Comparison) -> Table | None:
     for row in comparison.rows:
         for way in ways:
             mine = [cell for cell in cells if cell.row is row and cell.statistics == way]
-            shown = [_words(cell, digits) for cell in mine]
+            shown = []
+            for cell in mine:
+                gain = f" {interval_words(cell.difference, digits)}" if cell.difference else ""
+                mean = f"{mean_std(cell.values)[0]:.{digits}f}"
+                shown.append(f"{mean}{gain}" if cell.values else "diverged")
             rows.append((row.label, *([way] if several else []), *shown))
     base, metric = comparison.baseline.label, comparison.example.metric
     title = f"Test {metric} after compression, and the difference to {base} [interval]"
@@ -165,13 +169,6 @@ def _digits(comparison: Comparison) -> int:
 def _at(change: str) -> str:
     short = change.partition(",")[0]
     return f"with {short}" if "pruned" in short else f"at {short}"
-
-
-def _words(cell: Cell, digits: int) -> str:
-    if not cell.values:
-        return "diverged"
-    mean = f"{mean_std(cell.values)[0]:.{digits}f}"
-    return mean if cell.difference is None else f"{mean} {interval_words(cell.difference, digits)}"
 
 
 def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ def cifar(
     if downsample is not None:
         notes.append(f"averaged to {downsample}x{downsample}")
     shape = tuple(splits[0].inputs.shape[1:])
-    return Data(name, *splits, classes=classes, shape=shape, note="; ".join(notes))
+    train, test = splits
+    return Data(name, train, test, classes=classes, shape=shape, note="; ".join(notes))
 
 
 def file_content(folder: Path, name: str) -> bytes:

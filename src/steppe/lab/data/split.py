@@ -79,7 +79,7 @@ class Split(ABC):
             # that ends it at last waits five seconds for workers that got no word to stop.
             getattr(iterator, "_shutdown_workers", lambda: None)()
 
-    def _loaded(self, task: Task) -> tuple[Tensor, Tensor]:
+    def _loaded(self, task: Any) -> tuple[Tensor, Tensor]:
         return self.load(*task)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from steppe.lab.comparison import costs
+from steppe.lab.cost import costs
 from steppe.lab.results import Result
 from steppe.lab.sentences import interval_words, p_words
 from steppe.lab.specs import label, parse

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of a command; of the processes that torchrun started, the first one speaks."""
     try:
-        from steppe.lab.command_line import COMMANDS, TRAINING, parse
+        from steppe.lab.command_line import COMMANDS, TRAINING, command_class, parse
         from steppe.lab.errors import LabError
         from steppe.lab.launch import rank_and_size
     except ModuleNotFoundError as error:
@@ -40,12 +40,11 @@ def run(arguments: list[str]) -> int:
         return 0
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        lines = [
-            textwrap.fill(
-                f"  {name:{width}}  {entry.summary}", 80, subsequent_indent=" " * (width + 4)
-            )
-            for name, entry in COMMANDS.items()
-        ]
+        lines = []
+        for name in COMMANDS:
+            summary = command_class(name).__doc__.partition("\n")[0].rstrip(".")
+            line, indent = f"  {name:{width}}  {summary}", " " * (width + 4)
+            lines.append(textwrap.fill(line, 80, subsequent_indent=indent))
         sys.stdout.write(USAGE.format(commands="\n".join(lines)))
         return 0
     if arguments[0] == "--version":

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from steppe import lab
-from steppe.lab import Config, LabError, compare, ray_engine, sweep
+from steppe.lab import Config, LabError, compare, sweep
 from steppe.lab.data import wrap
 from steppe.lab.ray_engine import Ray
 from steppe.lab.runs import Store
@@ -79,7 +79,6 @@ def test_a_comparison_has_the_bits_of_the_local_engine(tmp_path, monkeypatch):
             assert b.folder.parent == Path("there")
     assert [r.status for r in there.rows[2].results] == ["diverged", "diverged"]
     assert here.sentence() == there.sentence()
-    assert not list(Path("there").glob(".driver-*"))
     assert ray.is_initialized(), "a cluster that somebody else started stays"
 
 
@@ -134,29 +133,6 @@ def test_progress_and_warnings_reach_the_driver(tmp_path, caplog):
     assert "[2/2]" in said
     assert "rwp seed 0: finished  loss" in said
     assert "sgd seed 0: mind the gap" in said
-
-
-def test_a_disk_that_is_not_shared(tmp_path, monkeypatch):
-    """A worker that does not see the driver's mark sends its run's files back."""
-    real = ray_engine.Trial
-
-    def elsewhere(index, job, store, mark, *rest):
-        assert mark.exists()
-        far = tmp_path / "far"
-        return real(index, job, far, far / mark.name, *rest)
-
-    monkeypatch.setattr(ray_engine, "Trial", elsewhere)
-    near = tmp_path / "near"
-    found = compare(methods=["sgd"], seeds=1, config=TINY, store=near, engine="ray", **SILENT)
-    (result,) = found.rows[0].results
-    (far,) = Store(tmp_path / "far").runs()
-    (kept,) = Store(near).runs()
-    assert result.folder == kept.folder
-    assert kept.status == "finished"
-    assert kept.metrics == far.metrics
-    assert same(weights(kept.folder), weights(far.folder))
-    again = compare(methods=["sgd"], seeds=1, config=TINY, store=near, **SILENT)
-    assert again.rows[0].results[0].reused
 
 
 # ---------------------------------------------------------------------- workers that die
@@ -263,7 +239,7 @@ def test_a_run_that_a_dead_worker_s_children_still_hold_is_waited_for(tmp_path):
     from steppe.lab.training import settled
 
     config = settled(TINY.replace(steps=1), lab.Sources())
-    trial = Trial(0, Job("sgd", config), tmp_path, None, tmp_path, (), attempt=0)
+    trial = Trial(0, Job("sgd", config), tmp_path, tmp_path, (), attempt=0)
     run = Store(tmp_path).place(config)
     (run.folder / "config.json").parent.mkdir(parents=True)
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(1.5)"
@@ -273,7 +249,7 @@ def test_a_run_that_a_dead_worker_s_children_still_hold_is_waited_for(tmp_path):
     holder.stdout.readline()
     with pytest.raises(BusyError, match="another process is working on the run"):
         _patiently(trial, lab.Sources(), lambda event: None)
-    second = Trial(0, Job("sgd", config), tmp_path, None, tmp_path, (), attempt=1)
+    second = Trial(0, Job("sgd", config), tmp_path, tmp_path, (), attempt=1)
     assert _patiently(second, lab.Sources(), lambda event: None).status == "finished"
     holder.wait()
     with locked(run):

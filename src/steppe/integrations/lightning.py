@@ -19,13 +19,7 @@ from torch.utils import _pytree as pytree
 
 from steppe.attaching import attach
 from steppe.hooks import Hook
-from steppe.integrations.loops import (
-    check_accumulation,
-    check_arguments,
-    fill_in_length,
-    named,
-    resume,
-)
+from steppe.integrations.loops import begin, checked, fill_in_length
 from steppe.methods import Method
 from steppe.passes import Run
 from steppe.perturber import Perturber
@@ -67,11 +61,10 @@ class Perturb(Callback):
     """
 
     def __init__(self, method: Method | str, **options: Any) -> None:
-        self.method, self.options = named(method), options
-        check_arguments(self.method, options)
+        self.method, self.options = checked(method, options), options
         self.perturber: Perturber | None = None
         self._saved: dict[str, Any] = {}
-        self._undo: Callable[[], None] | None = None
+        self._rerouted: dict[str, Any] | None = None
         self._passes: Iterator[Run] = iter(())
         self._open = ExitStack()
 
@@ -94,48 +87,34 @@ class Perturb(Callback):
                 f"Perturb() needs one optimizer, but configure_optimizers gave "
                 f"{len(trainer.optimizers)}."
             )
-        method = self.method
-        if method.needs_steps:
-            ask = "Trainer(max_epochs=..., max_steps=...)"
-            method = fill_in_length(method, trainer.estimated_stepping_batches, ask)
+        ask = "Trainer(max_epochs=..., max_steps=...)"
+        method = fill_in_length(self.method, lambda: trainer.estimated_stepping_batches, ask)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._step = Step(trainer.strategy)
-        loop = LOOP
-        if method.steered:
-            loop = replace(LOOP, outputs=self._step.watch_outputs())
+        loop = replace(LOOP, outputs=self._step.watch_outputs()) if method.steered else LOOP
         optimizer = trainer.optimizers[0]
         self.perturber = attach(
             self._step, optimizer, method, scaler=scaler, loop=loop, **self.options
         )
-        accumulated = trainer.accumulate_grad_batches
-        check_accumulation(self.perturber, accumulated, "Trainer(accumulate_grad_batches={})")
-        self._reroute(trainer)
-        if trainer.global_step:
-            resume(self.perturber, trainer.global_step, self._saved)
-
-    def _reroute(self, trainer: Trainer) -> None:
-        """Let the strategy's training step and backward go through the callback until detached."""
-        names = vars(trainer.strategy)
+        accumulated, setting = trainer.accumulate_grad_batches, "Trainer(accumulate_grad_batches"
+        begin(self.perturber, trainer.global_step, self._saved, accumulated, setting)
+        # Until detached, the strategy's training step and backward go through the callback.
+        self._rerouted = vars(trainer.strategy)
         self._backward_once = trainer.strategy.backward
-        names["training_step"] = self._training_step
+        self._rerouted["training_step"] = self._training_step
         if self.method.repeats_batch:
-            names["backward"] = partial(self._backward, trainer)
-
-        def undo() -> None:
-            names.pop("training_step", None)
-            names.pop("backward", None)
-
-        self._undo = undo
+            self._rerouted["backward"] = partial(self._backward, trainer)
 
     def _detach(self) -> None:
         """Leave trainer and model as they were; the perturber stays for a look and its state."""
-        if self.perturber is not None and self._undo is not None:
+        if self.perturber is not None and self._rerouted is not None:
             self._put_back()
-            self._undo()
+            for name in ("training_step", "backward"):
+                self._rerouted.pop(name, None)
             self._step.let_go()
             self.perturber.detach()
             self._saved = self.perturber.state_dict()
-        self._undo = None
+        self._rerouted = None
 
     def _put_back(self) -> None:
         """True weights, also after a training step whose loss was thrown away."""
@@ -203,7 +182,7 @@ class Perturb(Callback):
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._saved if self._undo is None else self.perturber.state_dict()  # type: ignore[union-attr]
+        return self._saved if self._rerouted is None else self.perturber.state_dict()  # type: ignore[union-attr]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from steppe import methods
@@ -47,14 +48,16 @@ def named(method: Method | str) -> Method:
     return made
 
 
-def check_arguments(method: object, options: dict[str, Any]) -> None:
-    """Refuse, when the callback is made, what could not work once training runs."""
-    if not isinstance(method, Method):
-        name = getattr(method, "__name__", "arwp")
-        hint = f" Did you mean steppe.{name}()?" if callable(method) else ""
+def checked(method: Method | str, options: dict[str, Any]) -> Method:
+    """The callback's method, unless it or an option could not work once training runs."""
+    given: object = named(method)
+    if not isinstance(given, Method):
+        name = getattr(given, "__name__", "arwp")
+        hint = f" Did you mean steppe.{name}()?" if callable(given) else ""
         raise TypeError(
-            f"Perturb() takes a steppe.Method such as steppe.arwp(), got {method!r}.{hint}"
+            f"Perturb() takes a steppe.Method such as steppe.arwp(), got {given!r}.{hint}"
         )
+    method = given
     if method.m is not None or (method.in_sequence and method.feed == "each"):
         option = f"m={method.m}" if method.m is not None else "same_batch=False"
         raise ValueError(
@@ -66,12 +69,14 @@ def check_arguments(method: object, options: dict[str, Any]) -> None:
             raise TypeError(f"Perturb() takes {name} from the framework; leave it out.")
         if name not in OPTIONS:
             raise TypeError(f"Perturb() takes the options {', '.join(OPTIONS)}; got {name}.")
+    return method
 
 
-def fill_in_length(method: Method, steps: float, ask: str) -> Method:
+def fill_in_length(method: Method, length: Callable[[], float], ask: str) -> Method:
     """The method with the length of training where a schedule left it open. `ask`: how to give it."""
     if not method.needs_steps:
         return method
+    steps = length()
     if not (math.isfinite(steps) and steps >= 1):
         raise ValueError(
             f"A schedule of {method.name}() needs the length of training, but {ask} leaves it open "
@@ -80,24 +85,23 @@ def fill_in_length(method: Method, steps: float, ask: str) -> Method:
     return method.with_steps(int(steps))
 
 
-def resume(perturber: Perturber, step: int, saved: dict[str, Any] | None) -> None:
-    """The perturber's state as a checkpoint has it, or a warning that it has none."""
-    if saved:
-        perturber.load_state_dict(saved)
-        return
-    warnings.warn(
-        f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
-        "schedules and history start anew.",
-        stacklevel=3,
-    )
-
-
-def check_accumulation(perturber: Perturber, steps: int, setting: str) -> None:
-    """Refuse, before the first step, an accumulation that never gives a step all its passes."""
+def begin(
+    perturber: Perturber, step: int, saved: dict[str, Any] | None, accumulated: int, setting: str
+) -> None:
+    """Before the first step: refuse an accumulation that never gives a step all its passes, and load
+    the state of a checkpoint, or warn that it has none."""
     method = perturber.method
     passes = len(method.passes)
-    if perturber.ranks.index is None and not method.repeats_batch and steps % passes:
+    if perturber.ranks.index is None and not method.repeats_batch and accumulated % passes:
         raise RuntimeError(
             f"{method.name}() runs {passes} passes over consecutive micro-batches of one optimizer "
-            f"step, but there are {steps}. Set {setting.format(passes)} (or a multiple of {passes})."
+            f"step, but there are {accumulated}. Set {setting}={passes}) (or a multiple of {passes})."
+        )
+    if step and saved:
+        perturber.load_state_dict(saved)
+    elif step:
+        warnings.warn(
+            f"Training resumes at step {step} from a checkpoint without a state of Perturb(): "
+            "schedules and history start anew.",
+            stacklevel=3,
         )

@@ -20,13 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steppe.attaching import attach
-from steppe.integrations.loops import (
-    check_accumulation,
-    check_arguments,
-    fill_in_length,
-    named,
-    resume,
-)
+from steppe.integrations.loops import begin, checked, fill_in_length
 from steppe.methods import Method
 from steppe.perturber import Perturber
 from steppe.training import Loop
@@ -93,8 +87,7 @@ class Perturb(TrainerCallback, ExportableState):
                 "restore_callback_states_from_checkpoint=True makes callbacks anew from JSON, which "
                 "cannot hold a method. Leave it False: Perturb() finds its state by itself."
             )
-        self.method, self.options = named(method), options
-        check_arguments(self.method, options)
+        self.method, self.options = checked(method, options), options
         self.perturber: Perturber | None = None
         self.trainer: PassesMixin | None = None
         """Set by `PerturbTrainer`, which knows the model as it is called."""
@@ -108,17 +101,15 @@ class Perturb(TrainerCallback, ExportableState):
         arguments = type(args).__name__
         self._check_reference(args, kwargs["model"])
         ask = f"{arguments}(num_train_epochs=..., max_steps=...)"
-        method = fill_in_length(self.method, state.max_steps, ask)
+        method = fill_in_length(self.method, lambda: state.max_steps, ask)
         loop = loop_of(arguments)
         self.perturber = attach(model, kwargs["optimizer"], method, loop=loop, **self.options)
-        accumulated = args.gradient_accumulation_steps
-        setting = f"{arguments}(gradient_accumulation_steps={{}})"
-        check_accumulation(self.perturber, accumulated, setting)
         name = type(self).__name__
-        if state.global_step:
-            saved = state.stateful_callbacks.get(name)
-            state_dict = unpack(saved["attributes"]["packed"]) if saved else None
-            resume(self.perturber, state.global_step, state_dict)
+        saved = state.stateful_callbacks.get(name) if state.global_step else None
+        state_dict = unpack(saved["attributes"]["packed"]) if saved else None
+        accumulated = args.gradient_accumulation_steps
+        setting = f"{arguments}(gradient_accumulation_steps"
+        begin(self.perturber, state.global_step, state_dict, accumulated, setting)
         state.stateful_callbacks.setdefault(name, {})  # a checkpoint from before lacks it
 
     def _check_plain_trainer(self, args: Any) -> None:

@@ -14,6 +14,8 @@ from steppe.lab.errors import LabError
 logger = logging.getLogger("steppe")
 
 State = dict[str, Any]
+DIGEST = 32
+"""Bytes of a sha256."""
 
 
 def write_atomic(file: Path, content: bytes) -> None:
@@ -43,15 +45,13 @@ def packed(state: State) -> bytes:
 
 
 def save(folder: Path, step: int, state: State, *, keep: int) -> Path:
-    """Add the checkpoint of this step and drop all but the newest `keep`."""
+    """Add the checkpoint of this step, its digest behind it, and drop all but the newest `keep`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = packed(state)
     file = folder / f"step-{step:09d}.pt"
-    write_atomic(_digest_file(file), hashlib.sha256(content).hexdigest().encode())
-    write_atomic(file, content)
+    write_atomic(file, content + hashlib.sha256(content).digest())
     for old in checkpoints(folder)[:-keep]:
         old.unlink()
-        _digest_file(old).unlink(missing_ok=True)
     return file
 
 
@@ -74,23 +74,9 @@ def load(file: Path) -> State:
     """A checkpoint's state, if the file is what was written."""
     import torch  # here, so that run folders can be listed without it
 
-    content = file.read_bytes()
-    digest = _digest_file(file)
-    expected = digest.read_text() if digest.exists() else None
-    if hashlib.sha256(content).hexdigest() != expected:
+    written = file.read_bytes()
+    content, digest = written[:-DIGEST], written[-DIGEST:]
+    if hashlib.sha256(content).digest() != digest:
         raise LabError(f"the checkpoint {file} is damaged (its content does not match its digest).")
     state: State = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     return state
-
-
-def clear(folder: Path) -> None:
-    """Remove all checkpoints; a finished run needs none."""
-    for file in checkpoints(folder):
-        file.unlink()
-        _digest_file(file).unlink(missing_ok=True)
-    if folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def _digest_file(file: Path) -> Path:
-    return file.with_suffix(".sha256")

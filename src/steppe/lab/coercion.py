@@ -38,60 +38,47 @@ def literal(text: str) -> object:
 
 def coerce(name: str, value: object, hint: Any) -> object:
     """`value` as the type `hint`; text is read first. Raises with both if it does not fit."""
-    read = literal(value) if isinstance(value, str) else value
-    for option in _options(hint):
-        fitted = _fit(value, read, option)
-        if fitted is not NO_FIT:
-            return fitted
+    read: Any = literal(value) if isinstance(value, str) else value
+    number = isinstance(read, int | float) and not isinstance(read, bool)
+    for kind in _kinds(hint):
+        origin = typing.get_origin(kind)
+        if kind in (bool, types.NoneType) and isinstance(read, kind):
+            return read
+        if number and (kind is float or (kind is int and float(read).is_integer())):
+            return kind(read)
+        if kind is str and isinstance(value, str):
+            return value
+        if origin is typing.Literal and value in typing.get_args(kind):
+            return value
+        if origin is tuple and isinstance(value, str | list | tuple):
+            return _words(value) if isinstance(value, str) else tuple(value)
+        if origin is Mapping:
+            parsed = json.loads(value) if isinstance(value, str) else value
+            if isinstance(parsed, Mapping):
+                return dict(parsed)
     raise LabError(f"{name} must be {_describe(hint)}, got {value!r}.")
 
 
-NO_FIT = object()
+def _kinds(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return [hint]
+    return sorted(typing.get_args(hint), key=lambda kind: kind is str)  # text fits anything: last
 
 
-def _options(hint: Any) -> list[Any]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = list(typing.get_args(hint))
-        return sorted(members, key=lambda member: member is str)  # text fits anything: last
-    return [hint]
-
-
-def _fit(value: object, read: object, hint: Any) -> object:
-    origin = typing.get_origin(hint)
-    if hint in (None, types.NoneType):
-        return None if read is None else NO_FIT
-    if origin is typing.Literal:
-        return value if value in typing.get_args(hint) else NO_FIT
-    if origin is tuple:
-        return _fit_tuple(value)
-    if origin is not None and issubclass(origin, Mapping):
-        parsed = json.loads(value) if isinstance(value, str) else value
-        return dict(parsed) if isinstance(parsed, Mapping) else NO_FIT
-    if hint is str:
-        return value if isinstance(value, str) else NO_FIT
-    if hint is float and isinstance(read, int) and not isinstance(read, bool):
-        return float(read)
-    if hint is int and isinstance(read, float) and read.is_integer():
-        return int(read)
-    return read if isinstance(read, hint) and (hint is bool) == (type(read) is bool) else NO_FIT
-
-
-def _fit_tuple(value: object) -> object:
-    if isinstance(value, str):
-        words: list[str] = []
-        for word in filter(None, (part.strip() for part in value.split(","))):
-            if words and "=" in word and ":" not in word:  # a second option of the word before
-                words[-1] += f",{word}"
-            else:
-                words.append(word)
-        return tuple(words)
-    return tuple(value) if isinstance(value, list | tuple) else NO_FIT
+def _words(text: str) -> tuple[str, ...]:
+    words: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if words and "=" in word and ":" not in word:  # a second option of the word before
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    return tuple(words)
 
 
 def _describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     parts = []
-    for option in _options(hint):
+    for option in _kinds(hint):
         if typing.get_origin(option) is typing.Literal:
             parts.append(" or ".join(map(str, typing.get_args(option))))
         elif option is types.NoneType:

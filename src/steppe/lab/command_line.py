@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 
@@ -13,41 +13,19 @@ from steppe.lab.config import Config, read_config, settings
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.recipes import recipe
 
-
-class Entry(NamedTuple):
-    """Where a command's class is, and the first line of its help."""
-
-    place: str
-    summary: str
-
-
 COMMANDS = {
-    "compare": Entry(
-        "lab.commands:Compare", "Train several methods on several seeds and report which differ"
-    ),
-    "train": Entry(
-        "lab.commands:Train",
-        "Train one run from a recipe, a config file or options, or resume a stopped one",
-    ),
-    "sweep": Entry("lab.commands:SweepGrid", "Train a grid over any settings and method options"),
-    "recipes": Entry(
-        "lab.listings:Recipes", "List the recipes: the paper's settings, and CPU-sized ones"
-    ),
-    "runs": Entry("lab.listings:Runs", "List runs, show one, or remove some"),
-    "table": Entry(
-        "lab.listings:PaperTable", "Show a table of the paper beside runs of the full recipes"
-    ),
-    "data": Entry("lab.listings:DataSets", "List available data sets, download one, or verify one"),
-    "analyze": Entry(
-        "report.analyze:Analyze",
-        "Measure landscape, spectrum, radius, sharpness, robustness or an ensemble of finished runs",
-    ),
-    "figure": Entry("report.commands:Figures", "Draw a figure from stored runs, as PNG and SVG"),
-    "report": Entry(
-        "report.commands:Report",
-        "Write one HTML page about a comparison or some runs, with their stored analyses",
-    ),
+    "compare": "lab.commands:Compare",
+    "train": "lab.commands:Train",
+    "sweep": "lab.commands:SweepGrid",
+    "recipes": "lab.listings:Recipes",
+    "runs": "lab.listings:Runs",
+    "table": "lab.listings:PaperTable",
+    "data": "lab.listings:DataSets",
+    "analyze": "report.analyze:Analyze",
+    "figure": "report.commands:Figures",
+    "report": "report.commands:Report",
 }
+"""Where the commands' classes are; none of these modules imports torch, so that help is quick."""
 TRAINING = ("compare", "train", "sweep")
 """Those in which every rank takes part under torchrun; the others are rank 0's."""
 
@@ -66,7 +44,7 @@ def command_class(name: str) -> Any:
     """The dataclass of a command's options."""
     if name not in COMMANDS:
         raise unknown("command", name, COMMANDS)
-    module, _, kind = COMMANDS[name].place.partition(":")
+    module, _, kind = COMMANDS[name].partition(":")
     return getattr(importlib.import_module(f"steppe.{module}"), kind)
 
 
@@ -81,7 +59,13 @@ def parse(name: str, arguments: list[str]) -> Any:
             raise LabError(f"{name} does not take --{option}: {instead}.")
     first = _read(kind, name, wanted)
     if getattr(first, "resume", None) is not None and len(wanted) == len(arguments):
-        _refuse_with_resume(first.recipe, wanted)
+        allowed = ("--resume", "--store", "--quiet", "-q")
+        others = [w for w in wanted if w.startswith("-") and w.split("=")[0] not in allowed]
+        for word in [*([] if first.recipe is None else [f"the recipe {first.recipe}"]), *others]:
+            raise LabError(
+                f"{word} cannot change a resumed run, which keeps its own settings. Leave it out, "
+                "or train a new run with steppe train --config RUN/config.json."
+            )
         return first
     base = starting_point(name, first, wanted)
     shared = type(first.settings)(**vars(base))
@@ -129,17 +113,6 @@ def _settled(command: Any, base: Config, words: list[str]) -> Config:
             raise LabError("give --epochs or --steps, not both.")
         config = config.replace(steps=None)  # those of the recipe
     return config
-
-
-def _refuse_with_resume(named: str | None, words: list[str]) -> None:
-    """A resumed run has its own settings; others would be ignored."""
-    allowed = ("--resume", "--store", "--quiet", "-q")
-    others = [w for w in words if w.startswith("-") and w.split("=")[0] not in allowed]
-    for word in [*([] if named is None else [f"the recipe {named}"]), *others]:
-        raise LabError(
-            f"{word} cannot change a resumed run, which keeps its own settings. Leave it out, or "
-            "train a new run with steppe train --config RUN/config.json."
-        )
 
 
 def _given(option: str, words: list[str], pairs: tuple[str, ...]) -> bool:

@@ -151,11 +151,16 @@ class Running:
 
         if not world().leads:
             return
-        _write(_rendered(result, self.format, to_terminal=True))
+
+        def rendered(shape: Shape, width: int | None = None) -> str:
+            if shape == "json":
+                return json.dumps(result.to_dict(), indent=2)
+            return result.table(shape, width)
+
+        _write(rendered(self.format, terminal_width()))
         for file in self.out:
             file.parent.mkdir(parents=True, exist_ok=True)
-            text = _rendered(result, SUFFIXES[file.suffix])
-            file.write_text(text + "\n", encoding="utf-8")
+            file.write_text(rendered(SUFFIXES[file.suffix]) + "\n", encoding="utf-8")
             logger.info("written to %s", file)
 
     def next_steps(self, runs: int) -> None:
@@ -285,12 +290,6 @@ class SweepGrid(Started):
             **self.running.arguments(self.settings),
         )
         self.running.deliver(result)
-
-
-def _rendered(result: Comparison | Sweep, shape: Shape, *, to_terminal: bool = False) -> str:
-    if shape == "json":
-        return json.dumps(result.to_dict(), indent=2)
-    return result.table(shape, terminal_width() if to_terminal else None)
 
 
 def _write(text: str) -> None:

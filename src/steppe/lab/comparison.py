@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -12,18 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from steppe.lab.compression import with_compression
 from steppe.lab.config import Config, as_config
-from steppe.lab.engines import Engine, Job, chosen, run_all
+from steppe.lab.cost import costs
+from steppe.lab.engines import Engine, Job, chosen, run_all, seed_numbers
 from steppe.lab.errors import LabError
 from steppe.lab.problems import ModelFn, Sources
 from steppe.lab.progress import Progress
 from steppe.lab.ranks import world
 from steppe.lab.results import Result
 from steppe.lab.runs import DEFAULT_STORE
-from steppe.lab.sentences import comparison_numbers, comparison_sentence, comparison_table
+from steppe.lab.sentences import comparison_sentence, comparison_table
 from steppe.lab.specs import Spec, as_spec, label, usual_methods
 from steppe.lab.statistics import Difference, compare_all, mean_std
-from steppe.lab.survival import survival_columns, survival_sentence, survival_table
-from steppe.lab.tables import Format, Table, terminal_width
+from steppe.lab.survival import survival_cells, survival_numbers, survival_sentence, survival_table
+from steppe.lab.tables import Format, Table, as_csv, terminal_width
 from steppe.lab.tasks import Task
 from steppe.lab.tuning import Choice, Tune, tune_all
 
@@ -92,6 +92,12 @@ class Comparison:
                 return row.finished[0]
         raise LabError(f"every run diverged: {self.rows[0].results[0].message}")
 
+    @property
+    def others(self) -> list[str]:
+        """The metrics that do not decide."""
+        test = self.example.metrics["test"]
+        return [name for name in test if name not in (self.example.metric, "loss")]
+
     def paired(self, spec: str, other: str, split: str = "test") -> list[float]:
         """Differences in the deciding metric, `spec` minus `other`, on the seeds both finished."""
         first, second = self.row(spec), self.row(other)
@@ -112,8 +118,22 @@ class Comparison:
         """The table as text (in lines of at most `width`, if given) or Markdown; as CSV, bare
         numbers."""
         if form == "csv":
-            return comparison_numbers(self, *survival_columns(self)).csv()
+            return as_csv(self._records())
         return "\n\n".join(table.render(form, width) for table in self._tables())
+
+    def _records(self) -> list[dict[str, Any]]:
+        """Each row's numbers by name, for programs."""
+        records = []
+        for row in self.to_dict()["rows"]:
+            record = {"method": row["label"]}
+            record |= {name: row[name] for name in ("spec", "strength", "chosen", "trials", "n")}
+            record |= {f"{self.example.metric}_{name}": row[name] for name in ("mean", "std")}
+            if found := row["difference"]:
+                names = ("low", "high", "p", "p_holm", "verdict")
+                record |= {"difference": found["mean"], **{name: found[name] for name in names}}
+            record |= {"gap": row["gap"], **row["test"], **row["cost"], **row["compressed"]}
+            records.append(record)
+        return records
 
     def __str__(self) -> str:
         return self.table(width=terminal_width())
@@ -148,7 +168,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        metric, split = self.example.metric, "test"
+        metric, split, cells = self.example.metric, "test", survival_cells(self)
         rows = []
         for row in self.rows:
             mean, std = mean_std(row.values(split, metric))
@@ -165,6 +185,9 @@ class Comparison:
                     "std": std,
                     "difference": None if row.difference is None else asdict(row.difference),
                     "cost": row.cost,
+                    "gap": mean_std(row.gaps())[0],
+                    "test": {name: mean_std(row.values(split, name))[0] for name in self.others},
+                    "compressed": survival_numbers(cells, row),
                     "runs": [result.to_dict() for result in row.results],
                 }
             )
@@ -235,12 +258,11 @@ def compare(
         methods = usual_methods(robustness=robustness)
     elif isinstance(methods, str):
         raise LabError(f'methods must be a list such as ["sgd", "rwp"], got {methods!r}.')
-    specs = _baseline_first([as_spec(method) for method in methods])
-    if isinstance(seeds, str | float):
-        raise LabError(f"seeds must be their number or a list of them, got {seeds!r}.")
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers:
-        raise LabError("a comparison needs at least one seed.")
+    unique = list({str(spec): spec for spec in map(as_spec, methods)}.values())
+    if not unique:
+        raise LabError("a comparison needs at least one method.")
+    specs = sorted(unique, key=lambda spec: str(spec) != "sgd")  # the baseline in front
+    numbers = seed_numbers(seeds, "comparison")
     with place.open() if tune else nullcontext():  # one cluster for both
         choices = [Choice(spec) for spec in specs]
         if tune:
@@ -271,39 +293,6 @@ def compare(
     return Comparison(config, numbers, judged(rows))
 
 
-def _baseline_first(specs: list[Spec]) -> list[Spec]:
-    """The specs, each once, the baseline in front."""
-    unique = list({str(spec): spec for spec in specs}.values())
-    if not unique:
-        raise LabError("a comparison needs at least one method.")
-    plain = next((spec for spec in unique if str(spec) == "sgd"), unique[0])
-    return [plain, *(spec for spec in unique if spec is not plain)]
-
-
-def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]:
-    """FLOPs and time as multiples of the baseline's, over pairs of runs; time on equal machines."""
-    times = [
-        a.cost_seconds / b.cost_seconds
-        for a, b in zip(results, base, strict=True)
-        if a.status == b.status == "finished" and b.cost_seconds > 0 and a.machine == b.machine
-    ]
-    found = {"flops": results[0].flops * results[0].steps / max(1, base[0].flops * base[0].steps)}
-    if times:
-        found["time"] = statistics.median(times)
-    return found
-
-
-def distinct_labels(rows: Sequence[Row]) -> list[str]:
-    """The rows' labels, with the strength where several settings of one method stand side by side."""
-    labels = [row.label for row in rows]
-    return [
-        f"{row.label.removesuffix(')')}{', ' if row.label.endswith(')') else ' ('}{row.strength})"
-        if labels.count(row.label) > 1 and row.strength
-        else row.label
-        for row in rows
-    ]
-
-
 def judged(rows: list[Row]) -> tuple[Row, ...]:
     """The rows with distinct labels, differences to the first, corrected over all, and costs."""
     base = rows[0]
@@ -312,9 +301,12 @@ def judged(rows: list[Row]) -> tuple[Row, ...]:
     differences = compare_all(
         [together.paired(row.spec, base.spec) for row in rows[1:]], higher_is_better=better_up
     )
-    return tuple(
-        replace(row, label=label, difference=difference, cost=costs(row.results, base.results))
-        for row, label, difference in zip(
-            rows, distinct_labels(rows), [None, *differences], strict=True
-        )
-    )
+    labels, found = [row.label for row in rows], []
+    for row, difference in zip(rows, [None, *differences], strict=True):
+        label = row.label
+        if labels.count(label) > 1 and row.strength:  # several settings of one method
+            joint = ", " if label.endswith(")") else " ("
+            label = f"{label.removesuffix(')')}{joint}{row.strength})"
+        cost = costs(row.results, base.results)
+        found.append(replace(row, label=label, difference=difference, cost=cost))
+    return tuple(found)

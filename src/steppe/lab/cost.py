@@ -1,20 +1,17 @@
-"""What a step costs, measured with torch's FLOP counter."""
+"""What a run costs: FLOPs by torch's counter, and time beside the baseline's."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import statistics
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import steppe
-from steppe.distributed import release_and_destroy
-from steppe.lab.ranks import world
+from steppe.lab.results import Result
 
 SAMPLES = 32
 
@@ -29,33 +26,28 @@ def step_flops(
 ) -> int:
     """FLOPs of all forward and backward passes of one optimizer step.
 
-    Counted on a copy of the model and at most 32 samples, scaled to the batch size; matrix
-    products and convolutions count, as torch's counter has it, element-wise work does not.
+    One pass is counted, on a copy of the model and at most 32 samples, and scaled to batch and method;
+    matrix products and convolutions count, as torch's counter has it, element-wise work does not.
     """
     twin = copy.deepcopy(model).train()
     device = next(twin.parameters()).device
     x, y = (part[:SAMPLES].to(device) for part in batch)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _alone() as wrap:
-        counted = wrap(twin)
-        optimizer = torch.optim.SGD(counted.parameters(), lr=0.0)
-        perturber = steppe.attach(counted, optimizer, method, passes_over="microbatches")
-        batches = [(x, y)] * method.batches_needed
-        with FlopCounterMode(display=False) as counter:
-            perturber.backward(lambda x, y: loss_fn(counted(x), y), *batches)
-        perturber.detach()
+    with torch.random.fork_rng(devices=devices), FlopCounterMode(display=False) as counter:
+        loss_fn(twin(x), y).backward()
+    passes = 1 if method.feed == "slices" else len(method.passes)  # slices share one batch
     flops: int = counter.get_total_flops()
-    return round(flops * batch_size / len(y))
+    return round(flops * passes * batch_size / len(y))
 
 
-@contextmanager
-def _alone() -> Iterator[Callable[[nn.Module], nn.Module]]:
-    """How to wrap a model that runs all passes of a method on this rank alone."""
-    if not world().several:
-        yield lambda model: model
-        return
-    group = dist.new_group([world().rank], use_local_synchronization=True)
-    try:
-        yield lambda model: DistributedDataParallel(model, process_group=group)
-    finally:
-        release_and_destroy(group)
+def costs(results: Sequence[Result], base: Sequence[Result]) -> dict[str, float]:
+    """FLOPs and time as multiples of the baseline's, over pairs of runs; time on equal machines."""
+    times = [
+        a.cost_seconds / b.cost_seconds
+        for a, b in zip(results, base, strict=True)
+        if a.status == b.status == "finished" and b.cost_seconds > 0 and a.machine == b.machine
+    ]
+    found = {"flops": results[0].flops * results[0].steps / max(1, base[0].flops * base[0].steps)}
+    if times:
+        found["time"] = statistics.median(times)
+    return found

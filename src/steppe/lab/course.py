@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
+import shutil
+import statistics
 import time
-from collections import defaultdict
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,8 +25,6 @@ from steppe.lab.specs import parse
 from steppe.lab.stopping import StopSignal
 from steppe.lab.tasks import EVAL_BATCH, evaluate
 from steppe.lab.trainer import NotANumberError, Trainer
-
-logger = logging.getLogger("steppe")
 
 TELL_EVERY = 0.1
 NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
@@ -50,32 +46,6 @@ class Clock:
             torch.cuda.synchronize(self.device)
         self.wall += time.perf_counter() - self._began[0]
         self.cpu += time.process_time() - self._began[1]
-
-
-class MetricLog(AbstractContextManager["MetricLog"]):
-    """Takes one flat record per epoch: for the run's metrics.jsonl, and TensorBoard if installed."""
-
-    def __init__(self, run: Run | None) -> None:
-        self.run, self.board = run, None
-        if run is not None and importlib.util.find_spec("tensorboard") is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                logger.warning("tensorboard is installed but does not import: %s", error)
-            else:
-                self.board = SummaryWriter(str(run.folder / "tensorboard"))
-
-    def __call__(self, record: Record) -> None:
-        if self.run is not None:
-            self.run.append_metrics(record)
-        if self.board is not None:
-            for name, value in record.items():
-                if isinstance(value, int | float) and name not in ("step", "epoch"):
-                    self.board.add_scalar(name, value, record["step"])
-
-    def __exit__(self, *_: object) -> None:
-        if self.board is not None:
-            self.board.close()
 
 
 class Course:
@@ -100,7 +70,10 @@ class Course:
         where = environment.describe(self.trainer.device)
         if self.run is not None:
             self.run.write_json("environment.json", where)  # the first file after config.json
-        flops = self._flops()
+        few = [torch.arange(min(SAMPLES, len(self.data.train)))]
+        batch = next(iter(self.data.train.batches(few, augment_seed=None)))
+        model, method = self.trainer.model, self.trainer.method
+        flops = step_flops(model, method, self.task.loss, batch, batch_size=self.config.batch)
         self._resume()
         self._tell(force=True)
         message = ""
@@ -119,9 +92,9 @@ class Course:
             seconds=self.clock.wall,
             cpu_seconds=self.clock.cpu,
             flops=flops,
-            parameters=sum(p.numel() for p in self.trainer.model.parameters()),
+            parameters=sum(p.numel() for p in model.parameters()),
             strength=parse(self.config.method).full_strength,
-            perturbation=mean_record(self.perturbation),
+            perturbation=self._mean_perturbation(),
             data_note=self.data.note,
             message=message,
             environment=where,
@@ -134,19 +107,15 @@ class Course:
 
     def _train(self) -> dict[str, dict[str, float]]:
         trainer = self.trainer
-        with MetricLog(self.run) as log, StopSignal() as stop:
+        with StopSignal() as stop:
             if trainer.at_epoch_end and trainer.loss_count:  # killed between checkpoint and record
-                self._log(log)
+                self._log()
             while trainer.step < trainer.steps:
                 self._epoch(stop)
-                self._log(log)
+                self._log()
             if not trainer.is_finite():
                 raise NotANumberError(trainer.step - 1)
             return self._final_metrics()
-
-    def _log(self, log: MetricLog) -> None:
-        record = self._record()
-        self.world.from_first(lambda: log(record))
 
     def _epoch(self, stop: StopSignal) -> None:
         """The rest of the current epoch, or of the training if that ends before."""
@@ -170,8 +139,8 @@ class Course:
         trainer.read_losses()
         self.clock.stop()
 
-    def _record(self) -> Record:
-        """The line of metrics.jsonl for the epoch that just ended."""
+    def _log(self) -> None:
+        """Write the line of metrics.jsonl for the epoch that just ended."""
         trainer, every = self.trainer, self.config.eval_every
         epoch = math.ceil(trainer.step / trainer.per_epoch)
         lr = trainer.lr(trainer.step - 1)
@@ -187,7 +156,9 @@ class Course:
             self.shown = ((self.task.metric, record[f"test_{self.task.metric}"]),)
         record["seconds"] = round(self.clock.wall, 3)
         self._tell(force=True)
-        return record
+        with self.world.together():
+            if self.run is not None:
+                self.run.append_metrics(record)
 
     def _final_metrics(self) -> dict[str, dict[str, float]]:
         """Metrics of the final model; with recomputed BatchNorm statistics too if asked for."""
@@ -212,12 +183,6 @@ class Course:
         limit = self.config.eval_train if split is self.data.train else None
         workers = self.config.workers
         return evaluate(self.trainer.model, split, self.task, limit=limit, workers=workers)
-
-    def _flops(self) -> int:
-        few = [torch.arange(min(SAMPLES, len(self.data.train)))]
-        batch = next(iter(self.data.train.batches(few, augment_seed=None)))
-        model, method = self.trainer.model, self.trainer.method
-        return step_flops(model, method, self.task.loss, batch, batch_size=self.config.batch)
 
     def _resume(self) -> None:
         run = self.run
@@ -269,7 +234,7 @@ class Course:
             checkpoints.write_atomic(self.run.model_file, checkpoints.packed(weights))
         self.run.write_json("result.json", result.to_dict())
         if result.status == "finished":
-            checkpoints.clear(self.run.checkpoints)
+            shutil.rmtree(self.run.checkpoints, ignore_errors=True)
 
     def _tell(self, *, force: bool = False, done: str = "") -> None:
         now = time.monotonic()
@@ -279,11 +244,7 @@ class Course:
             loss = trainer.last_loss if math.isfinite(trainer.last_loss) else None
             self.listener(Event(self.name, trainer.step, trainer.steps, loss, self.shown, done))
 
-
-def mean_record(records: list[Record]) -> dict[str, float]:
-    """The mean of each number over the records that have it."""
-    columns: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for name, value in record.items():
-            columns[name].append(value)
-    return {name: sum(values) / len(values) for name, values in columns.items()}
+    def _mean_perturbation(self) -> dict[str, float]:
+        """The mean of each number over the epochs that have it."""
+        names = dict.fromkeys(name for record in self.perturbation for name in record)
+        return {n: statistics.fmean(r[n] for r in self.perturbation if n in r) for n in names}

@@ -81,17 +81,12 @@ class Local:
         return Processes(processes, sources, store) if processes > 1 else None
 
 
-def divided(jobs: int) -> Local:
-    """So many processes at once that share the threads torch would give to one."""
-    if jobs < 1:
-        raise LabError(f"jobs must be at least 1, got {jobs}.")
-    return Local(jobs, max(1, torch.get_num_threads() // jobs))
-
-
 def chosen(engine: Engine | Literal["local", "ray"], jobs: int | None) -> Engine:
-    """The engine by name, with so many processes if it is the local one."""
+    """The engine by name; the local one with so many processes, which share torch's threads."""
     if engine == "local":
-        return Local() if jobs is None else divided(jobs)
+        if jobs is not None and jobs < 1:
+            raise LabError(f"jobs must be at least 1, got {jobs}.")
+        return Local(jobs, max(1, torch.get_num_threads() // jobs)) if jobs else Local()
     if jobs is not None:
         raise LabError(
             "jobs is for the local engine: Ray runs as many at once as it has CPUs or GPUs for. "
@@ -104,6 +99,16 @@ def chosen(engine: Engine | Literal["local", "ray"], jobs: int | None) -> Engine
     if isinstance(engine, str):
         raise unknown("engine", engine, ("local", "ray"))
     return engine
+
+
+def seed_numbers(seeds: int | Sequence[int], purpose: str) -> tuple[int, ...]:
+    """The seeds by their number, or as given."""
+    if isinstance(seeds, str | float):
+        raise LabError(f"seeds must be their number or a list of them, got {seeds!r}.")
+    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers:
+        raise LabError(f"a {purpose} needs at least one seed.")
+    return numbers
 
 
 class Processes(AbstractContextManager["Processes"]):
@@ -292,15 +297,10 @@ def _side_by_side(
             left -= set(new)
             if signal.asked or any(isinstance(end, BaseException) for end in ends.values()):
                 left -= workers.stop()
-    return _collect(ends, len(jobs))
-
-
-def _collect(ends: Mapping[int, End], runs: int) -> dict[int, Result]:
-    """All results, or the most telling of what went wrong."""
     for end in ends.values():
         if isinstance(end, BaseException) and not isinstance(end, Interrupted):
-            raise end
-    results = {index: end for index, end in sorted(ends.items()) if isinstance(end, Result)}
-    if len(results) < runs:
-        raise Stopped(f"{len(results)} of {runs} runs finished")
+            raise end  # tells more than that others were stopped for it
+    results = {index: end for index, end in ends.items() if isinstance(end, Result)}
+    if len(results) < len(jobs):
+        raise Stopped(f"{len(results)} of {len(jobs)} runs finished")
     return results

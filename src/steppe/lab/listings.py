@@ -17,7 +17,7 @@ from steppe.lab.options import Maybe, Words
 from steppe.lab.recipes import PAPER, RECIPES, recipe
 from steppe.lab.results import stored
 from steppe.lab.runs import DEFAULT_STORE, Record, Run, Store
-from steppe.lab.tables import Format, Table, terminal_width
+from steppe.lab.tables import Format, Table, as_csv, terminal_width
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Runs:
             raise LabError(f"say which run to {self.action}: steppe runs {self.action} NAME.")
         for run in [store.get(name) for name in self.names]:
             if self.action == "show":
-                _write(_csv(run.metrics) if self.csv else _about(run))
+                _write(as_csv(run.metrics) if self.csv else _about(run))
             else:
                 store.remove(run)
                 _write(f"removed {run.folder}")
@@ -75,12 +75,25 @@ class Runs:
     def _list(self, runs: list[Run]) -> str:
         if not runs:
             return f"No runs in {self.store} yet. The first: steppe train digits"
-        records = [_summary(run) for run in runs]
+        records = []
+        for run in runs:
+            record: Record = {"run": run.name, "status": run.status}
+            if (result := stored(run)) is None:
+                record["step"] = run.progress()
+            else:
+                record |= {"step": result.steps, "metric": result.metric}
+                record["seconds"] = round(result.seconds, 1)
+                if result.status == "finished":
+                    record["test"] = result.score()
+            records.append(record)
         if self.csv:
-            return _csv(records)
+            return as_csv(records)
         names = ("run", "status", "step", "metric", "test", "seconds")
-        rows = tuple(tuple(_cell(record.get(name)) for name in names) for record in records)
-        return Table(names, rows).text()
+        rows = [[record.get(name, "–") for name in names] for record in records]
+        cells = tuple(
+            tuple(f"{c:.4g}" if isinstance(c, float) else str(c) for c in r) for r in rows
+        )
+        return Table(names, cells).text()
 
 
 @dataclass(frozen=True)
@@ -133,49 +146,10 @@ class DataSets:
             raise LabError(f"say what to {self.action}: steppe data {self.action} cifar10.")
         for name in self.names:
             with explained(f"{self.action} {name}"):
-                _write(
-                    fetched(name, self.root, self.url)
-                    if self.action == "fetch"
-                    else data.verify(name, self.root)
-                )
-
-
-def fetched(name: str, root: Path | None, url: str | None) -> str:
-    """Download with a progress bar, on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from steppe.lab import data
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks = {}
-
-        def progress(file: str, done: int, total: int | None) -> None:
-            if file not in tasks:
-                tasks[file] = bars.add_task(file, total=total)
-            bars.update(tasks[file], completed=done)
-
-        return f"{name} is in {data.fetch(name, root, url, progress)}"
-
-
-def _summary(run: Run) -> Record:
-    result = stored(run)
-    record: Record = {"run": run.name, "status": run.status}
-    if result is None:
-        return {**record, "step": run.progress()}
-    record |= {"step": result.steps, "metric": result.metric, "seconds": round(result.seconds, 1)}
-    if result.status == "finished":
-        record["test"] = result.score()
-    return record
-
-
-def _csv(records: Sequence[Record]) -> str:
-    """With a column for every name that appears."""
-    names = tuple(dict.fromkeys(name for record in records for name in record))
-    rows = tuple(tuple(str(record.get(name, "")) for name in names) for record in records)
-    return Table(names, rows).csv()
+                if self.action == "fetch":
+                    _write(f"{name} is in {data.fetch(name, self.root, self.url)}")
+                else:
+                    _write(data.verify(name, self.root))
 
 
 def _about(run: Run) -> str:
@@ -195,12 +169,6 @@ def _left(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _toml(value: object) -> str:

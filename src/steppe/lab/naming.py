@@ -80,21 +80,12 @@ def user_function(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ValueError(f"A function is named module:function, got {name!r}.")
-    module = _module(module_name, name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [k for k, v in vars(module).items() if inspect.isfunction(v)]
-        raise unknown(f"function of the module {module_name}", function_name, functions)
-    return function  # type: ignore[no-any-return]
-
-
-def _module(module_name: str, name: str) -> Any:
     here = str(Path.cwd())
     added = here not in sys.path
     if added:  # a console script does not see the folder it was started in
         sys.path.append(here)
     try:
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the user's module is there, something that it imports is not
@@ -104,6 +95,11 @@ def _module(module_name: str, name: str) -> Any:
     finally:
         if added:
             sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [k for k, v in vars(module).items() if inspect.isfunction(v)]
+        raise unknown(f"function of the module {module_name}", function_name, functions)
+    return function  # type: ignore[no-any-return]
 
 
 def library(name: str, install: str = "") -> Any:

@@ -25,7 +25,11 @@ def load_weights(model: nn.Module, file: Path, *, outputs: int | None) -> None:
     given = read_state(file)
     own = model.state_dict()
     shared = [k for k in given if k in own]
-    heads = [k for k in shared if _is_other_head(given[k], own[k], outputs)]
+    heads = []
+    for key in shared:
+        (first, *rest), (ours, *others) = given[key].shape or (0,), own[key].shape or (0,)
+        if first != ours == outputs and rest == others:
+            heads.append(key)
     wrong = [k for k in shared if given[k].shape != own[k].shape and k not in heads]
     if wrong:
         key = wrong[0]
@@ -63,14 +67,6 @@ def read_state(file: Path) -> dict[str, Tensor]:
     if content and all(name.startswith("module.") for name in content):
         return {name.removeprefix("module."): value for name, value in content.items()}
     return content
-
-
-def _is_other_head(given: Tensor, own: Tensor, outputs: int | None) -> bool:
-    return (
-        given.dim() == own.dim() > 0
-        and given.shape[0] != own.shape[0] == outputs
-        and given.shape[1:] == own.shape[1:]
-    )
 
 
 def _say(what: str, names: list[str]) -> None:

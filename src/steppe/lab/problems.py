@@ -43,10 +43,34 @@ class Sources:
 
     def __post_init__(self) -> None:
         if self.model is not None:
-            _check_model_function(self.model)
+            self._check_model(self.model)
         if self.data is not None and not callable(self.data):
             with explained("data"):
                 object.__setattr__(self, "data", as_data(self.data))
+
+    @staticmethod
+    def _check_model(model: object) -> None:
+        """Raise unless this is a function that can be called without arguments."""
+        if isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise LabError(
+                f"model must be a function that makes a new model, got a {kind}: every run starts from "
+                f"new weights. Pass the class or a function, for example lambda: {kind}(...)."
+            )
+        if not callable(model):
+            raise LabError(
+                f"model must be a name or a function that makes a model, got {type(model).__name__}."
+            )
+        try:
+            parameters = inspect.signature(model).parameters.values()
+        except (TypeError, ValueError):  # built in: nothing is known about it
+            return
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
+        if needed:
+            raise LabError(
+                f"the model function takes {', '.join(needed)}, but is called without arguments. Fix "
+                "them: functools.partial(function, …) or a lambda."
+            )
 
 
 @dataclass(frozen=True)
@@ -56,30 +80,6 @@ class Problem:
     data: Data
     model: nn.Module
     task: Task
-
-
-def _check_model_function(model: object) -> None:
-    """Raise unless this is a function that can be called without arguments."""
-    if isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise LabError(
-            f"model must be a function that makes a new model, got a {kind}: every run starts from "
-            f"new weights. Pass the class or a function, for example lambda: {kind}(...)."
-        )
-    if not callable(model):
-        raise LabError(
-            f"model must be a name or a function that makes a model, got {type(model).__name__}."
-        )
-    try:
-        parameters = inspect.signature(model).parameters.values()
-    except (TypeError, ValueError):  # built in: nothing is known about it
-        return
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
-    if needed:
-        raise LabError(
-            f"the model function takes {', '.join(needed)}, but is called without arguments. Fix "
-            "them: functools.partial(function, …) or a lambda."
-        )
 
 
 def named(config: Config, sources: Sources) -> Config:
@@ -102,8 +102,15 @@ def named(config: Config, sources: Sources) -> Config:
     if sources.data is None:
         changes["data"] = datasets.located(config.data)
         fingerprint += datasets.content_fingerprint(changes["data"])
-    if isinstance(sources.data, Data):
-        fingerprint += data_fingerprint(sources.data)
+    if isinstance(data := sources.data, Data):  # sizes and a few samples tell data sets apart
+        digest = hashlib.sha256(
+            repr((data.name, data.note, len(data.train), len(data.test))).encode()
+        )
+        for split in (data.train, data.test):
+            few = torch.tensor([0, len(split) // 2, len(split) - 1])
+            for x, y in split.batches([few], augment_seed=None):
+                digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
+        fingerprint += digest.hexdigest()[:12]
     if config.init is not None and Path(config.init).is_file():
         with Path(config.init).open("rb") as stream:
             fingerprint += hashlib.file_digest(stream, "sha256").hexdigest()[:12]
@@ -200,30 +207,15 @@ def source_fingerprint(*objects: object) -> str:
     """
     digest = hashlib.sha256()
     for item in objects:
-        digest.update(_source(item).encode())
+        known = inspect.isfunction(item) or inspect.isclass(item) or inspect.ismethod(item)
+        target: Any = item if known else type(item)
+        try:
+            file = Path(inspect.getsourcefile(target) or "")
+            text = file.read_text("utf-8") if file.is_file() else inspect.getsource(target)
+        except (OSError, TypeError):
+            text = uuid.uuid4().hex
+        digest.update(text.encode())
     return digest.hexdigest()[:12]
-
-
-def data_fingerprint(data: Data) -> str:
-    """A digest of sizes, first, middle and last samples: enough to tell data sets apart."""
-    digest = hashlib.sha256(repr((data.name, data.note, len(data.train), len(data.test))).encode())
-    for split in (data.train, data.test):
-        few = torch.tensor([0, len(split) // 2, len(split) - 1])
-        for x, y in split.batches([few], augment_seed=None):
-            digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
-    return digest.hexdigest()[:12]
-
-
-def _source(item: object) -> str:
-    named = inspect.isfunction(item) or inspect.isclass(item) or inspect.ismethod(item)
-    target: Any = item if named else type(item)
-    try:
-        file = inspect.getsourcefile(target)
-        if file and Path(file).exists():
-            return Path(file).read_text(encoding="utf-8")
-        return inspect.getsource(target)
-    except (OSError, TypeError):
-        return uuid.uuid4().hex
 
 
 def load_trained(run: Run, sources: Sources | None = None) -> Problem:

@@ -63,7 +63,9 @@ class World:
             error = raised
         said = [text for text in self.gather(None if error is None else str(error)) if text]
         if said:
-            raise shared(said[0]) from error
+            told = LabError(said[0])
+            told.shared = True  # every rank raises it, and only rank 0 need show it
+            raise told from error
 
     def gather(self, mine: T) -> list[T]:
         """What each rank has, in the order of ranks."""
@@ -136,29 +138,6 @@ def joined() -> Iterator[World]:
 def local_rank() -> int:
     """The number of this process on its machine: which GPU it takes."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def check_device(device: str) -> None:
-    """Raise unless every rank has a device of its own."""
-    if not world().several or not device.startswith("cuda"):
-        return
-    if device != "cuda":
-        raise LabError(
-            f"under torchrun every rank takes its own GPU: use device cuda, not {device}."
-        )
-    count = torch.cuda.device_count()
-    if local_rank() >= count:
-        raise LabError(
-            f"torchrun started more processes than this machine has GPUs ({count}). "
-            f"Use --nproc-per-node {count}, or device cpu."
-        )
-
-
-def shared(message: str) -> LabError:
-    """An error that every rank raises; only rank 0 need show it."""
-    error = LabError(message)
-    error.shared = True
-    return error
 
 
 def _message_device() -> torch.device:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -24,8 +23,8 @@ from steppe.lab.engines import End, Job
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Event
-from steppe.lab.ray_worker import Board, Outcome, Trial, load_ray, train_trial, unpack
-from steppe.lab.runs import Run
+from steppe.lab.ray_worker import Board, Trial, load_ray, train_trial
+from steppe.lab.results import Result
 from steppe.lab.stopping import StopSignal
 from steppe.lab.training import device_here
 
@@ -111,8 +110,10 @@ def _connect(ray: Any, address: str) -> None:
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
         ray.init(address="local", **own, **quiet)
         return
+    host, colon, port = address.rpartition(":")
     try:
-        _knock(address)
+        if colon and port.isdigit() and "://" not in address:  # Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).partition("\n")[0].rstrip(".")
@@ -120,13 +121,6 @@ def _connect(ray: Any, address: str) -> None:
             f"no Ray cluster at {address}: {first}. Start one with `ray start --head`, or give no "
             "address, and one is started for this command."
         ) from error
-
-
-def _knock(address: str) -> None:
-    """Raise at once where nobody listens; Ray would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "://" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 class Tasks(AbstractContextManager["Tasks"]):
@@ -138,35 +132,25 @@ class Tasks(AbstractContextManager["Tasks"]):
         self._open: dict[Any, Trial] = {}
         self._stack = ExitStack()
         self._stopping = False
-        self._mark: Path | None = None
 
     def __enter__(self) -> Tasks:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         with ExitStack() as stack:
             stack.enter_context(self.engine.open())
             stack.enter_context(redirect_stdout(sys.stderr))  # Ray prints; tables go to stdout
-            self._board = self._hired_board()
+            here = self._ray.get_runtime_context().get_node_id()  # the board ends with the driver
+            strategy = NodeAffinitySchedulingStrategy(here, soft=True)
+            board = self._ray.remote(Board)
+            self._board = board.options(num_cpus=0, scheduling_strategy=strategy).remote()
             stack.callback(self._leave)
             self._sources = self._ray.put(self._ray.cloudpickle.dumps(self.sources))
-            if self.store is not None:
-                self._mark = Path(self.store).resolve() / f".driver-{secrets.token_hex(8)}"
-                self._mark.parent.mkdir(parents=True, exist_ok=True)
-                self._mark.touch()
-                stack.callback(self._mark.unlink, missing_ok=True)
             self._task = self._ray.remote(max_retries=0)(train_trial)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def _hired_board(self) -> Any:
-        """The board, on the driver's own node, so that it ends with nobody but the driver."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        here = self._ray.get_runtime_context().get_node_id()
-        strategy = NodeAffinitySchedulingStrategy(here, soft=True)
-        board = self._ray.remote(Board)
-        return board.options(num_cpus=0, scheduling_strategy=strategy).remote()
 
     def _leave(self) -> None:
         """On a cluster that stays, nothing of these workers does."""
@@ -177,7 +161,7 @@ class Tasks(AbstractContextManager["Tasks"]):
     def submit(self, index: int, job: Job) -> None:
         self._check_room(job.config)
         store = None if self.store is None else Path(self.store).resolve()
-        self._send(Trial(index, job, store, self._mark, Path.cwd(), tuple(sys.path)))
+        self._send(Trial(index, job, store, Path.cwd(), tuple(sys.path)))
 
     def _send(self, trial: Trial) -> None:
         share = self.engine.resources(trial.job.config)
@@ -199,8 +183,6 @@ class Tasks(AbstractContextManager["Tasks"]):
         )
 
     def wait(self, seconds: float) -> dict[int, End]:
-        if not self._open:
-            return {}
         done, _ = self._ray.wait(list(self._open), timeout=seconds)
         ends = {}
         for task in done:
@@ -214,20 +196,19 @@ class Tasks(AbstractContextManager["Tasks"]):
         """How a task ended; None if it is tried again."""
         errors = self._ray.exceptions
         try:
-            outcome: Outcome = self._ray.get(task)
+            result: Result | Interrupted = self._ray.get(task)
         except errors.RayTaskError as error:
-            return _own(error)
+            if error.cause is None:  # it could not travel
+                return error  # type: ignore[no-any-return]
+            error.cause.__cause__ = error  # what the run raised, because of Ray's account of it
+            return error.cause  # type: ignore[no-any-return]
         except errors.RayError as error:
             if self._stopping:
                 return Interrupted(0, 0, None)
             return self._retried(trial, error)
-        result, files = outcome
         if isinstance(result, Interrupted) or self.store is None or result.folder is None:
             return result
-        folder = Path(self.store) / result.folder.name
-        if files:
-            unpack(files, Run(folder))
-        return replace(result, folder=folder)
+        return replace(result, folder=Path(self.store) / result.folder.name)
 
     def _retried(self, trial: Trial, error: Exception) -> End | None:
         reason = str(error).partition("\n")[0]
@@ -249,19 +230,7 @@ class Tasks(AbstractContextManager["Tasks"]):
         return list(events)
 
     def stop(self) -> set[int]:
-        self._stopping = True
-        begun = self._ray.get(self._board.stop.remote())
-        waiting = {task: trial for task, trial in self._open.items() if trial.index not in begun}
-        for task in waiting:
-            del self._open[task]
-            self._ray.cancel(task)
-        return {trial.index for trial in waiting.values()}
-
-
-def _own(error: Any) -> BaseException:
-    """What a run raised, as the local engine would raise it, because of Ray's account of it."""
-    cause: BaseException | None = error.cause
-    if cause is None:  # it could not travel
-        return error  # type: ignore[no-any-return]
-    cause.__cause__ = error
-    return cause
+        if not self._stopping:
+            self._stopping = True
+            self._board.stop.remote()
+        return set()  # those that have not begun will, and find that they should stop

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steppe.lab import checkpoints
 from steppe.lab.engines import Job, named
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Event, Listener
 from steppe.lab.results import Result
-from steppe.lab.runs import BusyError, Run
+from steppe.lab.runs import BusyError
 from steppe.lab.stopping import obey
 from steppe.lab.training import device_here, run_settled
 
@@ -28,8 +27,6 @@ logger = logging.getLogger("steppe")
 
 PATIENCE = 30.0
 """Seconds that a second attempt waits for the first one's children to let go of the run."""
-FILES = ("config.json", "environment.json", "metrics.jsonl", "model.pt", "result.json")
-"""What comes back of a run that another machine's disk holds; the result last."""
 
 
 def load_ray() -> Any:
@@ -48,15 +45,13 @@ class Board:
     """An actor: where runs tell how far they are, and hear that they should stop."""
 
     def __init__(self) -> None:
-        self._begun: set[int] = set()
         self._events: dict[str, Event] = {}
         self._warnings: list[str] = []
         self._stop = asyncio.Event()
 
-    async def begin(self, index: int) -> bool:
-        """Whether there is any use in beginning."""
-        self._begun.add(index)
-        return not self._stop.is_set()
+    async def stopped(self) -> bool:
+        """Whether there is no use in beginning."""
+        return self._stop.is_set()
 
     async def tell(self, event: Event) -> None:
         self._events[event.run] = event
@@ -70,10 +65,9 @@ class Board:
         self._events, self._warnings = {}, []
         return found
 
-    async def stop(self) -> set[int]:
-        """Tell all runs to stop; gives those that have begun."""
+    async def stop(self) -> None:
+        """Tell all runs to stop, and those that have not begun to end at once."""
         self._stop.set()
-        return self._begun
 
     async def stopping(self) -> None:
         """Answers when runs should stop."""
@@ -87,8 +81,6 @@ class Trial:
     index: int
     job: Job
     store: Path | None
-    mark: Path | None
-    """A file that the driver has put into the store: a worker that sees it shares the disk."""
     folder: Path
     """Where the driver is: relative names of data and code start there."""
     path: tuple[str, ...]
@@ -96,15 +88,11 @@ class Trial:
     attempt: int = 0
 
 
-Outcome = tuple[Result | Interrupted, dict[str, bytes]]
-"""How a run ended, and the files of its folder if the driver cannot see them."""
-
-
-def train_trial(trial: Trial, sources: bytes, board: Any) -> Outcome:
-    """One run, in a worker; it may be on another machine."""
+def train_trial(trial: Trial, sources: bytes, board: Any) -> Result | Interrupted:
+    """One run, in a worker; it may be on another machine that shares the store's disk."""
     ray = load_ray()
-    if not ray.get(board.begin.remote(trial.index)):
-        return Interrupted(0, 0, None), {}
+    if ray.get(board.stopped.remote()):
+        return Interrupted(0, 0, None)
     if trial.folder.is_dir():
         os.chdir(trial.folder)
     sys.path += [place for place in trial.path if place not in sys.path]
@@ -115,11 +103,10 @@ def train_trial(trial: Trial, sources: bytes, board: Any) -> Outcome:
         try:
             result = _patiently(trial, given, listener)
         except Interrupted as stopped:  # raised, Ray would take it for a cancelled task
-            return stopped, {}
+            return stopped
         if trial.job.then is not None:
             trial.job.then(result)
-    shared = trial.mark is None or trial.mark.exists()
-    return result, {} if shared or result.folder is None else pack(Run(result.folder))
+    return result
 
 
 def _patiently(trial: Trial, sources: Sources, listener: Listener) -> Result:
@@ -167,16 +154,3 @@ def _warnings_to(board: Any, label: str) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(relay)
-
-
-def pack(run: Run) -> dict[str, bytes]:
-    """A finished run's files."""
-    return {name: file.read_bytes() for name in FILES if (file := run.folder / name).exists()}
-
-
-def unpack(files: dict[str, bytes], run: Run) -> None:
-    """The files in a folder on this disk, where the run is then as if it had been trained here."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        checkpoints.write_atomic(run.folder / name, content)
-    checkpoints.clear(run.checkpoints)

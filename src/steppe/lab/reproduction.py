@@ -76,11 +76,14 @@ BATCHES = (
 OVERVIEW = tuple(cell for cell in IMAGENET if cell.recipe == "imagenet-resnet50")
 """Table 1 gives ResNet-50's accuracy on ImageNet."""
 
-RADIUS = {"sgd": "–", "sam": "small", "rwp": "medium", "arwp": "medium"}
-RADIUS |= {"m-rwp": "large", "m-arwp": "large"}
-GRADIENT = {"sgd": "–", "sam": "yes", "rwp": "no", "arwp": "yes", "m-rwp": "no", "m-arwp": "yes"}
-WORK = {"sgd": "1×", "sam": "2×", "rwp": "1×", "arwp": "1×", "m-rwp": "2×", "m-arwp": "2×"}
-TIME = {"sgd": "1×", "sam": "2×", "rwp": "1×", "arwp": "1×", "m-rwp": "1×", "m-arwp": "1×"}
+METHODS = {
+    "sgd": ("–", "–", "1×", "1×"),
+    "sam": ("small", "yes", "2×", "2×"),
+    "rwp": ("medium", "no", "1×", "1×"),
+    "arwp": ("medium", "yes", "1×", "1×"),
+    "m-rwp": ("large", "no", "2×", "1×"),
+    "m-arwp": ("large", "yes", "2×", "1×"),
+}
 """Table 1: perturbation radius, gradient information in it, compute, time with parallel passes."""
 
 TABLES = {
@@ -92,6 +95,7 @@ TABLES = {
         BATCHES,
     ),
 }
+MEASURED = "radius (measured)"
 OURS = ("ours", "n", "difference")
 SMALLER = (
     "Ours are finished runs of the full recipe in the run store, final model. Runs with any other "
@@ -104,32 +108,37 @@ def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
     if name not in TABLES:
         raise unknown("table", name, TABLES)
     (title, cells), ours = TABLES[name], full_runs(Store(Path(store)))
-    rows = tuple(_row(cell, ours[key(cell)]) for cell in cells)
-    table = Table(("recipe", "method", "paper", *OURS), rows, title, (SMALLER,))
+    about: tuple[str, ...] = ("recipe", "method")
+    note = SMALLER
     if name == "overview":
-        table = _overview(title, ours)
-    if any(ours[key(cell)] for cell in cells):
-        return table
-    return _without_ours(table, cells[0].recipe, store)
-
-
-def _without_ours(table: Table, recipe: str, store: str | Path) -> Table:
-    """The table where no full-size run exists: without our columns, with a note that says so."""
-    empty = ("radius (measured)", *OURS)
-    kept = [i for i, name in enumerate(table.header) if name not in empty]
+        about = ("method", "radius (paper)", MEASURED, "uses gradients", "compute", "time")
+        note = f"Radius: ‖eps‖ at the end of each epoch, mean over the training. {SMALLER}"
+    header = (*about, "paper", *OURS)
+    rows: list[tuple[str, ...]] = []
+    found = False
+    for cell in cells:
+        config = recipe(cell.recipe, cell.method)
+        runs = ours.get(config.experiment, [])
+        found = found or bool(runs)
+        scores = [result.score() for result in runs]
+        shown: tuple[str, ...] = (cell.recipe, label(parse(cell.method), config.optimizer))
+        if name == "overview":
+            radius, *rest = METHODS[cell.method]
+            radii = [r.perturbation["radius"] for r in runs if "radius" in r.perturbation]
+            shown = (shown[1], radius, f"{mean_std(radii)[0]:.3g}" if radii else "–", *rest)
+        difference = signed(mean_std(scores)[0] - cell.mean) if runs else "–"
+        rows.append((*shown, str(cell), mean_words(scores), str(len(runs)), difference))
+    if found:
+        return Table(header, tuple(rows), title, (note,))
+    kept = [i for i, column in enumerate(header) if column not in (MEASURED, *OURS)]
+    header, *rows = (tuple(row[i] for i in kept) for row in (header, *rows))
     note = (
         f"These are the paper's numbers alone: the store {store} has no finished run of a full "
-        f"recipe. steppe train {recipe} --method arwp trains one (use a GPU: on two CPU "
+        f"recipe. steppe train {cells[0].recipe} --method arwp trains one (use a GPU: on two CPU "
         "cores it takes more than a day). Runs with any other setting (fewer epochs, narrower "
         "models, less data) are not shown here."
     )
-    rows = tuple(tuple(row[i] for i in kept) for row in table.rows)
-    return Table(tuple(table.header[i] for i in kept), rows, table.title, (note,))
-
-
-def key(cell: Cell) -> str:
-    """The experiment that a published cell stands for."""
-    return recipe(cell.recipe, cell.method).experiment
+    return Table(header, tuple(rows), title, (note,))
 
 
 def full_runs(store: Store) -> dict[str, list[Result]]:
@@ -142,39 +151,4 @@ def full_runs(store: Store) -> dict[str, list[Result]]:
             continue
         if result is not None and result.status == "finished":
             found[result.config.experiment][result.config.seed] = result
-    return defaultdict(list, {name: list(seeds.values()) for name, seeds in found.items()})
-
-
-def _row(cell: Cell, ours: list[Result]) -> tuple[str, ...]:
-    name = label(parse(cell.method), recipe(cell.recipe, cell.method).optimizer)
-    return (cell.recipe, name, str(cell), *_ours(cell, ours))
-
-
-def _ours(cell: Cell, ours: list[Result]) -> tuple[str, str, str]:
-    """Our mean and deviation, n, and the difference to the paper."""
-    if not ours:
-        return "–", "0", "–"
-    scores = [result.score() for result in ours]
-    return mean_words(scores), str(len(ours)), signed(mean_std(scores)[0] - cell.mean)
-
-
-def _overview(title: str, ours: dict[str, list[Result]]) -> Table:
-    header = ("method", "radius (paper)", "radius (measured)", "uses gradients", "compute", "time")
-    rows = []
-    for cell in OVERVIEW:
-        runs = ours[key(cell)]
-        radii = [r.perturbation["radius"] for r in runs if "radius" in r.perturbation]
-        rows.append(
-            (
-                label(parse(cell.method)),
-                RADIUS[cell.method],
-                f"{mean_std(radii)[0]:.3g}" if radii else "–",
-                GRADIENT[cell.method],
-                WORK[cell.method],
-                TIME[cell.method],
-                str(cell),
-                *_ours(cell, runs),
-            )
-        )
-    measured = "Radius: ‖eps‖ at the end of each epoch, mean over the training. " + SMALLER
-    return Table((*header, "paper", *OURS), tuple(rows), title, (measured,))
+    return {name: list(seeds.values()) for name, seeds in found.items()}

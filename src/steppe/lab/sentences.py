@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from steppe.lab.naming import shown_name
@@ -28,44 +28,19 @@ def comparison_table(comparison: Comparison) -> Table:
         f"− {comparison.baseline.label.partition(' ')[0]} [interval]",
         "p (Holm)",
         "gap",
-        *(_heading(name, comparison) for name in _others(comparison)),
+        *(_heading(name, comparison) for name in comparison.others),
         "time ×",
         "FLOPs ×",
         "n",
     )
     rows = tuple(_cells(row, comparison) for row in comparison.rows)
-    return Table(header, rows, _title(comparison), _notes(comparison))
-
-
-def comparison_numbers(
-    comparison: Comparison, further: Sequence[str], values: Mapping[str, Sequence[str]]
-) -> Table:
-    """The same as numbers, one column each, for programs; with further columns by spec."""
-    metric = comparison.example.metric
-    others = _others(comparison)
-    header = (
-        *("method", "spec", "strength", "chosen", "trials", "n", f"{metric}_mean", f"{metric}_std"),
-        *("difference", "low", "high", "p", "p_holm", "verdict", "gap", *others, "time", "flops"),
-        *further,
+    example, seeds = comparison.example, len(comparison.seeds)
+    note = f" ({example.data_note})" if example.data_note else ""
+    title = f"{shown_name(example.config.data)}{note}, {shown_name(example.config.model)}, "
+    title += (
+        f"{example.steps} steps of batch {example.config.batch}, {seeds} seed{'s' * (seeds > 1)}"
     )
-    rows = []
-    for row in comparison.rows:
-        found = row.difference
-        difference: tuple[object, ...] = ("",) * 6
-        if found is not None:
-            difference = (found.mean, found.low, found.high, found.p, found.p_holm, found.verdict)
-        cells: tuple[object, ...] = (
-            *(row.label, row.spec, row.strength, row.chosen, row.trials, len(row.finished)),
-            *mean_std(row.values("test", metric)),
-            *difference,
-            mean_std(row.gaps())[0],
-            *(mean_std(row.values("test", name))[0] for name in others),
-            row.cost.get("time", ""),
-            row.cost["flops"],
-            *values[row.spec],
-        )
-        rows.append(tuple(str(cell) for cell in cells))
-    return Table(header, tuple(rows))
+    return Table(header, rows, title, _notes(comparison))
 
 
 def _heading(name: str, comparison: Comparison) -> str:
@@ -75,18 +50,12 @@ def _heading(name: str, comparison: Comparison) -> str:
     return NAMES.get(name, name) + arrows[{**HIGHER_IS_BETTER, **better}.get(name)]
 
 
-def _others(comparison: Comparison) -> list[str]:
-    """The metrics that do not decide."""
-    example = comparison.example
-    return [name for name in example.metrics["test"] if name not in (example.metric, "loss")]
-
-
 def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
     metric = comparison.example.metric
     digits = metric_digits(comparison)
     form = f".{digits}f"
     gap, _ = mean_std(row.gaps())
-    rest = (mean_std(row.values("test", name))[0] for name in _others(comparison))
+    rest = (mean_std(row.values("test", name))[0] for name in comparison.others)
     return (
         row.label,
         row.strength or "–",
@@ -94,17 +63,11 @@ def _cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
         interval_words(row.difference, digits),
         "–" if row.difference is None else p_words(row.difference),
         signed(gap, digits).removeprefix("+") if row.finished else "–",
-        *(_short(value) for value in rest),
+        *("–" if math.isnan(x) else f"{x:.3f}" if x < 1 else f"{x:.1f}" for x in rest),
         f"{row.cost['time']:.2f}" if "time" in row.cost else "–",
         f"{row.cost['flops']:.2f}",
         str(len(row.finished)),
     )
-
-
-def _short(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:.3f}" if value < 1 else f"{value:.1f}"
 
 
 def metric_digits(comparison: Comparison) -> int:
@@ -130,16 +93,6 @@ def p_words(difference: Difference) -> str:
     if difference.n < ENOUGH:
         return "–"
     return "<0.001" if difference.p_holm < 0.001 else f"{difference.p_holm:.3f}"
-
-
-def _title(comparison: Comparison) -> str:
-    example = comparison.example
-    config = example.config
-    about = shown_name(config.data)
-    if example.data_note:
-        about += f" ({example.data_note})"
-    seeds = f"{len(comparison.seeds)} seed{'s' * (len(comparison.seeds) > 1)}"
-    return f"{about}, {shown_name(config.model)}, {example.steps} steps of batch {config.batch}, {seeds}"
 
 
 def _notes(comparison: Comparison) -> tuple[str, ...]:

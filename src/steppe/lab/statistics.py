@@ -110,59 +110,41 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def holm_levels(ps: Sequence[float], alpha: float = ALPHA) -> list[float]:
-    """The level at which Holm's procedure tested each, in the order given.
-
-    Row of rank i is tested at alpha / (m - i); the procedure ends at the first row it keeps, and
-    all later rows share that row's level.
-    """
-    levels, level, stopped = [0.0] * len(ps), alpha, False
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        if not stopped:
-            level = alpha / (len(ps) - rank)
-            stopped = ps[i] > level
-        levels[i] = level
-    return levels
-
-
 def compare_all(
     differences: Sequence[Sequence[float]], *, higher_is_better: bool = True, alpha: float = ALPHA
 ) -> list[Difference]:
-    """One `Difference` per list of paired differences, corrected by Holm over all of them."""
+    """One `Difference` per list of paired differences, corrected by Holm over all of them.
+
+    The row of rank i is tested at alpha / (m - i); the procedure ends at the first row it keeps, and
+    all later rows share that row's level.
+    """
     ps = [paired_p(values) for values in differences]
-    rows = zip(differences, ps, holm(ps), holm_levels(ps, alpha), strict=True)
-    found = []
-    for values, p, p_holm, level in rows:
-        n = len(values)
-        mean, std = mean_std(values)
+    adjusted = holm(ps)
+    found: dict[int, Difference] = {}
+    level, kept = alpha, False
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        if not kept:
+            level = alpha / (len(ps) - rank)
+            kept = ps[i] > level
+        n, (mean, std), p_holm = len(differences[i]), mean_std(differences[i]), adjusted[i]
         wide, usual = half_width(std, n, level), half_width(std, n, alpha)
-        found.append(
-            Difference(
-                n=n,
-                mean=mean,
-                std=std,
-                low=mean - wide,
-                high=mean + wide,
-                low95=mean - usual,
-                high95=mean + usual,
-                p=p,
-                p_holm=p_holm,
-                smallest=half_width(std, n, alpha / max(1, len(differences))),
-                verdict=verdict(n, mean, p_holm, higher_is_better=higher_is_better, alpha=alpha),
-            )
+        verdict: Verdict = "better" if (mean > 0) == higher_is_better else "worse"
+        if n < ENOUGH or p_holm > alpha:
+            verdict = "too few seeds" if n < ENOUGH else "no difference seen"
+        found[i] = Difference(
+            n=n,
+            mean=mean,
+            std=std,
+            low=mean - wide,
+            high=mean + wide,
+            low95=mean - usual,
+            high95=mean + usual,
+            p=ps[i],
+            p_holm=p_holm,
+            smallest=half_width(std, n, alpha / len(ps)),
+            verdict=verdict,
         )
-    return found
-
-
-def verdict(
-    n: int, mean: float, p_holm: float, *, higher_is_better: bool, alpha: float = ALPHA
-) -> Verdict:
-    """What n paired seeds allow to say."""
-    if n < ENOUGH:
-        return "too few seeds"
-    if p_holm > alpha:
-        return "no difference seen"
-    return "better" if (mean > 0) == higher_is_better else "worse"
+    return [found[i] for i in range(len(ps))]
 
 
 def equivalent(differences: Sequence[float], margin: float, alpha: float = ALPHA) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,11 @@ def survival_table(comparison: Comparison) -> Table | None:
     for row in comparison.rows:
         for way in ways:
             mine = [cell for cell in cells if cell.row is row and cell.statistics == way]
-            shown = [_words(cell, digits) for cell in mine]
+            shown = []
+            for cell in mine:
+                gain = f" {interval_words(cell.difference, digits)}" if cell.difference else ""
+                mean = f"{mean_std(cell.values)[0]:.{digits}f}"
+                shown.append(f"{mean}{gain}" if cell.values else "diverged")
             rows.append((row.label, *([way] if several else []), *shown))
     base, metric = comparison.baseline.label, comparison.example.metric
     title = f"Test {metric} after compression, and the difference to {base} [interval]"
@@ -117,18 +122,16 @@ def survival_sentence(comparison: Comparison) -> str:
     return f"{verdicts} {_damage(every, comparison, digits)}"
 
 
-def survival_columns(comparison: Comparison) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """Names of columns, and each row's numbers by its spec, for programs."""
-    cells = survival_cells(comparison)
-    names: dict[str, None] = {}
-    numbers: dict[str, list[str]] = {row.spec: [] for row in comparison.rows}
-    for cell in cells:
+def survival_numbers(cells: Sequence[Cell], row: Row) -> dict[str, float]:
+    """A row's means and differences by name, for programs."""
+    numbers = {}
+    for cell in (cell for cell in cells if cell.row is row):
         stem = f"{'unchanged' if cell.change == UNCHANGED else cell.change}, {cell.statistics}"
-        names |= dict.fromkeys(f"{stem}{end}" for end in ("", " difference", " low", " high"))
-        said = cell.difference
-        values = ("", "", "") if said is None else (said.mean, said.low, said.high)
-        numbers[cell.row.spec] += [str(v) for v in (mean_std(cell.values)[0], *values)]
-    return tuple(names), {spec: tuple(values) for spec, values in numbers.items()}
+        numbers[stem] = mean_std(cell.values)[0]
+        if (found := cell.difference) is not None:
+            numbers[f"{stem} difference"] = found.mean
+            numbers |= {f"{stem} low": found.low, f"{stem} high": found.high}
+    return numbers
 
 
 def _found(rows: list[tuple[Row, Difference]], base: str, digits: int) -> str:
@@ -166,13 +169,6 @@ def _digits(comparison: Comparison) -> int:
 def _at(change: str) -> str:
     short = change.partition(",")[0]
     return f"with {short}" if "pruned" in short else f"at {short}"
-
-
-def _words(cell: Cell, digits: int) -> str:
-    if not cell.values:
-        return "diverged"
-    mean = f"{mean_std(cell.values)[0]:.{digits}f}"
-    return mean if cell.difference is None else f"{mean} {interval_words(cell.difference, digits)}"
 
 
 def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:

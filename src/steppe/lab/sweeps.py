@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from steppe.lab.coercion import literal
 from steppe.lab.config import Config, as_config
-from steppe.lab.engines import Engine, Job, chosen, run_all
+from steppe.lab.engines import Engine, Job, chosen, run_all, seed_numbers
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.naming import shown_name
 from steppe.lab.problems import Sources
@@ -121,9 +121,7 @@ def sweep(
     config = config.replace(threads=config.threads or place.threads)
     if not grid:
         raise LabError("a sweep needs something to vary, for example --over lr=.01,.1.")
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers:
-        raise LabError("a sweep needs at least one seed.")
+    numbers = seed_numbers(seeds, "sweep")
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]

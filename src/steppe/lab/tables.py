@@ -7,7 +7,7 @@ import html
 import io
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +119,16 @@ class Table:
         title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f'<div class="steppe-table"><style>{STYLE}</style>{title}{table}{notes}</div>'
+
+
+def as_csv(records: Sequence[Mapping[str, object]]) -> str:
+    """Records as CSV, with a column for every name that appears."""
+    names = dict.fromkeys(name for record in records for name in record)
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return stream.getvalue().rstrip("\n")
 
 
 def signed(value: float, digits: int = 2) -> str:

@@ -58,25 +58,20 @@ class Trainer:
             check_ranks(self.method, self.world.size)
             self.wrapped = DistributedDataParallel(self.model)
         self.perturber = attach(self.wrapped, self.optimizer, self.method, config)
-        self.streams, self.part = self._share_of_work()
+        ranks = self.perturber.ranks
+        self.streams, self.part = (
+            range(self.method.batches_needed),
+            Part(self.world.rank, self.world.size),
+        )
+        if ranks.index is not None:  # each pass on its own ranks, which read its stream alone
+            self.streams = range(ranks.index, ranks.index + 1)
+            self.part = Part(ranks.rank % ranks.columns, ranks.columns)
         check_parts(len(self.data.train), config, self.part)
         if self.world.several:  # dropout should not repeat itself on the ranks
             torch.manual_seed(mix("dropout", config.seed, self.world.rank))
         self.step = 0
         self.loss_sum, self.loss_count, self.last_loss = 0.0, 0, math.nan
         self._pending: list[Tensor] = []
-
-    def _share_of_work(self) -> tuple[range, Part]:
-        """The streams that this rank reads, and which part of their batches."""
-        ranks = self.perturber.ranks
-        if ranks.index is None:
-            return range(self.method.batches_needed), Part(self.world.rank, self.world.size)
-        return range(ranks.index, ranks.index + 1), Part(ranks.rank % ranks.columns, ranks.columns)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch the next step belongs to."""
-        return self.step // self.per_epoch
 
     @property
     def at_epoch_end(self) -> bool:
@@ -104,7 +99,7 @@ class Trainer:
         start = self.step % self.per_epoch
         streams = []
         for stream in self.streams:
-            place = {"seed": config.seed, "epoch": self.epoch, "stream": stream}
+            place = {"seed": config.seed, "epoch": self.step // self.per_epoch, "stream": stream}
             order = epoch_order(len(train), config.batch, **place, drop_last=config.drop_last)
             parts = [self.part.take(batch) for batch in order]
             seed = mix("training", *place.values(), *part)
@@ -119,7 +114,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.wrapped.train()
-        moved = [(self._place(x), y.to(self.device, non_blocking=True)) for x, y in batches]
+        moved = [tuple(part.to(self.device, non_blocking=True) for part in b) for b in batches]
+        if self.config.channels_last:
+            wide = torch.channels_last
+            moved = [(x.contiguous(memory_format=wide) if x.dim() == 4 else x, y) for x, y in moved]
         self.optimizer.zero_grad()
         loss = self.perturber.backward(self._loss, *moved)
         if self.config.clip is not None:
@@ -185,31 +183,23 @@ class Trainer:
         self.read_losses()
         cuda = self.device.type == "cuda"
         random_cuda = torch.cuda.get_rng_state(self.device) if cuda else None
-        state = {
+        return {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "perturber": self.perturber.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": random_cuda,
+            "random": self.world.gather((torch.get_rng_state(), random_cuda)),
             "loss_sum": self.loss_sum,
             "loss_count": self.loss_count,
         }
-        if self.world.several:
-            state["random_ranks"] = self.world.gather((torch.get_rng_state(), random_cuda))
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.perturber.load_state_dict(state["perturber"])
-        self._load_random(state)
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
-
-    def _load_random(self, state: dict[str, Any]) -> None:
-        """This rank's own random state, where as many ranks resume as stopped."""
-        random = state.get("random_ranks", [(state["random"], state["random_cuda"])])
+        random = state["random"]
         if len(random) != (size := self.world.size):
             text = "this run was saved on %d ranks and resumes on %d: it will not be bit-identical"
             logger.warning(text, len(random), size)
@@ -218,12 +208,6 @@ class Trainer:
         torch.set_rng_state(cpu)
         if cuda is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(cuda, self.device)
-
-    def _place(self, x: Tensor) -> Tensor:
-        x = x.to(self.device, non_blocking=True)
-        if self.config.channels_last and x.dim() == 4:
-            return x.contiguous(memory_format=torch.channels_last)
-        return x
 
 
 def check_channels(model: nn.Module, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from steppe.lab.course import Course
 from steppe.lab.errors import DivergedError, LabError
 from steppe.lab.problems import Sources, load_problem, named
 from steppe.lab.progress import Listener, Progress, display
-from steppe.lab.ranks import check_device, world
+from steppe.lab.ranks import local_rank, world
 from steppe.lab.results import Result, stored
 from steppe.lab.runs import DEFAULT_STORE, Run, Store, locked
 from steppe.lab.specs import parse
@@ -100,7 +100,17 @@ def device_here(device: str) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise LabError("device 'cuda' was asked for, but torch finds no GPU here. Use cpu.")
-    check_device(device)
+    if not world().several or not device.startswith("cuda"):
+        return device
+    if device != "cuda":
+        raise LabError(
+            f"under torchrun every rank takes its own GPU: use device cuda, not {device}."
+        )
+    if local_rank() >= (count := torch.cuda.device_count()):
+        raise LabError(
+            f"torchrun started more processes than this machine has GPUs ({count}). "
+            f"Use --nproc-per-node {count}, or device cpu."
+        )
     return device
 
 

@@ -80,15 +80,26 @@ class Choice:
         return "default" if self.spec.full_strength else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Search:
-    """What is turned for one spec. `usual` is the value without tuning: None, as the spec stands."""
+    """What is turned for one spec, and its trials by value. `usual`: without tuning (None: as it is)."""
 
     spec: Spec
     knob: str
     grid: tuple[float, ...]
     usual: float | None
     extends: bool
+    found: dict[float | None, list[Result]] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> dict[float, float]:
+        return {value: score(runs) for value, runs in self.found.items() if value is not None}
+
+    def values(self, keep: bool) -> Sequence[float | None]:
+        """The values to try: the grid, and after it what lies beyond its edge."""
+        if self.found:
+            return _beyond(self.scores) if self.extends else ()
+        return self.grid if self.usual in self.grid or not keep else (*self.grid, self.usual)
 
     def trial(self, value: float | None) -> Spec:
         if value is None:
@@ -97,15 +108,16 @@ class _Search:
             return replace(self.spec, fields={**self.spec.fields, self.knob: value})
         return self.spec.with_options(**{self.knob: value})
 
-    def choice(self, found: Mapping[float | None, Sequence[Result]], how: Tune) -> Choice:
-        scores = _scores(found)
+    def choice(self, keep: bool) -> Choice:
+        scores, found = self.scores, self.found
+        if keep:
+            usual = found[self.usual]
+            scores = {
+                v: s for v, s in scores.items() if v != self.usual and better(found[v], usual)
+            }
+        value = _best(scores) if scores else self.usual
         trials = sum(map(len, found.values()))
-        if not how.keep:
-            return Choice(self.trial(_best(scores)), scores, trials)
-        usual = found[self.usual]
-        others = {v: s for v, s in scores.items() if v != self.usual and better(found[v], usual)}
-        value = _best(others) if others else self.usual
-        return Choice(self.trial(value), scores, trials, kept=not others)
+        return Choice(self.trial(value), self.scores, trials, kept=not scores)
 
 
 def tune_all(specs: Sequence[Spec], config: Config, how: Tune, run: Run) -> list[Choice]:
@@ -116,24 +128,19 @@ def tune_all(specs: Sequence[Spec], config: Config, how: Tune, run: Run) -> list
         validation=how.validation, eval_every=0, track_train=False, recompute_norm=False
     )
     searches = [_search(spec, config, how) for spec in specs]
-    found: list[dict[float | None, list[Result]]] = [{} for _ in specs]
     for title in ("tuning", "tuning, edges")[: 1 + how.extend]:
         jobs, places = [], []
-        for search, runs in zip(searches, found, strict=True):
-            if search is None:
-                continue
-            for value in _values(search, runs, how):
+        for search in filter(None, searches):
+            for value in search.values(how.keep):
                 words = "as it is" if value is None else f"{search.knob} {value:g}"
                 for seed in range(FIRST_SEED, FIRST_SEED + how.seeds):
                     trial = search.trial(value).apply(config.replace(seed=seed))
                     jobs.append(Job(f"{search.spec.name} {words} seed {seed}", trial))
-                    places.append((runs, value))
-        for (runs, value), result in zip(places, run(jobs, title), strict=True):
-            runs.setdefault(value, []).append(result)
-    return [
-        search.choice(runs, how) if search else Choice(spec)
-        for spec, search, runs in zip(specs, searches, found, strict=True)
-    ]
+                    places.append((search, value))
+        for (search, value), result in zip(places, run(jobs, title), strict=True):
+            search.found.setdefault(value, []).append(result)
+    pairs = zip(specs, searches, strict=True)
+    return [search.choice(how.keep) if search else Choice(spec) for spec, search in pairs]
 
 
 def _search(spec: Spec, config: Config, how: Tune) -> _Search | None:
@@ -149,16 +156,6 @@ def _search(spec: Spec, config: Config, how: Tune) -> _Search | None:
         knob = "weight_decay", decay
     grid = tuple(knob[1] if f == 1 else _round(knob[1] * f) for f in how.factors)
     return _Search(spec, knob[0], grid, knob[1], extends=True)
-
-
-def _values(
-    search: _Search, found: Mapping[float | None, Sequence[Result]], how: Tune
-) -> Sequence[float | None]:
-    """The values to try: the grid, and after it what lies beyond its edge."""
-    if found:
-        return _beyond(_scores(found)) if search.extends else ()
-    extra = [search.usual] if how.keep and search.usual not in search.grid else []
-    return [*search.grid, *extra]
 
 
 def better(new: Sequence[Result], old: Sequence[Result]) -> bool:
@@ -178,10 +175,6 @@ def score(runs: Sequence[Result], split: str = "validation") -> float:
         return -math.inf
     mean = math.fsum(run.score(split) for run in runs) / len(runs)
     return mean if runs[0].higher_is_better else -mean
-
-
-def _scores(found: Mapping[float | None, Sequence[Result]]) -> dict[float, float]:
-    return {value: score(runs) for value, runs in found.items() if value is not None}
 
 
 def _best(scores: Mapping[float, float]) -> float:

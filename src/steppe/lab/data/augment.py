@@ -41,10 +41,16 @@ class Pipeline:
 
     def __call__(self, batch: Tensor, seed: int | None) -> Tensor:
         """The model's input for a batch; `seed` is None in evaluation."""
-        return self.finish(self.augment(batch, seed), seed)
+        batch = self._augment(batch, seed, after=False)
+        floats = batch.to(torch.float32)
+        if batch.dtype == torch.uint8:
+            shape = (1, -1) + (1,) * (batch.dim() - 2)
+            std = torch.tensor(self.std).view(shape)
+            shift = torch.tensor(self.mean).view(shape) / std
+            floats = floats.mul_(1 / (255 * std)).sub_(shift)  # (x / 255 - mean) / std
+        return self._augment(floats, seed, after=True)
 
-    def augment(self, batch: Tensor, seed: int | None, *, after: bool = False) -> Tensor:
-        """The part that works on bytes, or `after` normalisation."""
+    def _augment(self, batch: Tensor, seed: int | None, *, after: bool) -> Tensor:
         chosen = [a for a in self.augmentations if a.after_normalisation is after]
         if seed is None or not chosen:
             return batch
@@ -52,16 +58,6 @@ class Pipeline:
         for augmentation in chosen:
             batch = augmentation(batch, draws)
         return batch
-
-    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
-        """The part that gives floats: (x / 255 - mean) / std of bytes, and what comes after it."""
-        floats = batch.to(torch.float32)
-        if batch.dtype == torch.uint8:
-            shape = (1, -1) + (1,) * (batch.dim() - 2)
-            std = torch.tensor(self.std).view(shape)
-            shift = torch.tensor(self.mean).view(shape) / std
-            floats = floats.mul_(1 / (255 * std)).sub_(shift)
-        return self.augment(floats, seed, after=True)
 
 
 def check_probability(name: str, value: float) -> None:

@@ -101,7 +101,7 @@ class FolderSplit(Split):
     """Image files, decoded when they are asked for; `workers` processes decode ahead."""
 
     files: tuple[str, ...]  # not Path: ImageNet has 1.28 million, and workers copy them
-    labels: Tensor
+    targets: Tensor
     decoder: Decoder = field(default_factory=Decoder)
     pipeline: Pipeline = NORMALISATION
 
@@ -110,7 +110,7 @@ class FolderSplit(Split):
 
     def subset(self, indices: Tensor) -> FolderSplit:
         files = tuple(self.files[k] for k in indices.tolist())
-        return replace(self, files=files, labels=self.labels[indices])
+        return replace(self, files=files, targets=self.targets[indices])
 
     def augmented(self, names: tuple[str, ...]) -> FolderSplit:
         """`resized-crop` belongs to the decoding, all others work on whole batches."""
@@ -120,11 +120,7 @@ class FolderSplit(Split):
 
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         images = self.decoder.batch([self.files[k] for k in indices.tolist()], seed)
-        return self.pipeline.augment(images, seed), self.labels[indices]
-
-    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
-        """Bytes to floats, here and not in the workers: a quarter of the traffic."""
-        return self.pipeline.finish(batch, seed)
+        return self.pipeline(images, seed), self.targets[indices]
 
 
 def folder(
@@ -155,7 +151,7 @@ def folder(
     if separate is None:
         classes = class_folders(path)
         whole = FolderSplit(*labelled_files(path, classes), decoder)
-        rows = held_out(whole.labels, test, seed=seed, key="test")
+        rows = held_out(whole.targets, test, seed=seed, key="test")
         train, rest = (whole.subset(part.nonzero().flatten()) for part in (~rows, rows))
         note = f"{len(rest)} of {len(whole)} images are the test split"
     else:

@@ -3,11 +3,10 @@ an experiment."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from steppe.lab.data.catalog import CATALOGUE, folder_data, read, reader
-from steppe.lab.data.folder import folder
+from steppe.lab.data.catalog import CATALOGUE, content_digest, default_root, read
+from steppe.lab.data.folder import FolderSplit, folder, opened
 from steppe.lab.data.order import held_out, noisy, stratified
 from steppe.lab.data.readers import BUILT_IN
 from steppe.lab.data.split import Data
 from steppe.lab.data.table import SUFFIXES, table
 from steppe.lab.data.user import as_data
-from steppe.lab.naming import check_options, names_function, unknown, user_function
+from steppe.lab.naming import (
+    check_options,
+    did_you_mean,
+    names_function,
+    unknown,
+    user_function,
+)
 
 FOLDER = "folder:"
 CIFAR_AUGMENT = ("flip", "crop", "cutout")
@@ -85,16 +90,13 @@ def not_found(name: str) -> ValueError:
         return ValueError(
             f"{name} is neither a folder nor a table: a table's name ends in {' or '.join(SUFFIXES)}."
         )
-    looks_like_path = name.startswith((FOLDER, ".", "~")) or os.sep in name or is_table(name)
-    if looks_like_path:
+    if name.startswith((FOLDER, ".", "~")) or os.sep in name or is_table(name):
         parent = path.parent if path.parent.is_dir() else Path.cwd()
         there = _candidates(parent)
-        near = difflib.get_close_matches(path.name, there, n=2, cutoff=0.5)
-        guess = f" Did you mean {' or '.join(str(parent / n) for n in near)}?" if near else ""
         listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
         return ValueError(
-            f"there is no folder or file {path}.{guess} In {parent} there are "
-            f"{listed or 'no folders and no tables'}."
+            f"there is no folder or file {path}.{did_you_mean(path.name, there)} In {parent} there "
+            f"are {listed or 'no folders and no tables'}."
         )
     others = ("FOLDER", "FILE.csv", "module:function")
     return unknown("data set", name, [*names(), *_candidates(Path.cwd()), *others])
@@ -150,19 +152,25 @@ def load(
 
 def raw(name: str, root: Path | None, seed: int, options: Mapping[str, Any]) -> Data:
     """The data set as its source has it."""
-    if name == "imagenet" or name.startswith(FOLDER):
+    if name == "imagenet":
         check_options(name, partial(folder, name=name, seed=seed), options)
-        if name != "imagenet" and not Path(name.removeprefix(FOLDER)).is_dir():
+        path = (root or default_root()) / name
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"imagenet is not in {path.parent} (looked for imagenet/train and imagenet/val). "
+                "Put it there, or name the folder it is in: --root FOLDER."
+            )
+        return folder(path, name=name, seed=seed, **options)
+    if name.startswith(FOLDER) or is_table(name):
+        path = Path(name.removeprefix(FOLDER))
+        source: Callable[..., Data] = table if is_table(name) else partial(folder, name=name)
+        check_options(name, partial(source, seed=seed), options)
+        if not (path.is_file() if is_table(name) else path.is_dir()):
             raise not_found(name)
-        return folder_data(name, root, seed=seed, **options)
-    if is_table(name):
-        check_options(name, partial(table, seed=seed), options)
-        if not Path(name).is_file():
-            raise not_found(name)
-        return table(Path(name), seed=seed, **options)
+        return source(path, seed=seed, **options)
     if name in CATALOGUE:
         # Options are checked first: a typing error need not wait for a file.
-        check_options(name, reader(name), options)
+        check_options(name, CATALOGUE[name].read, options)
         return read(name, root, **options)[0]
     if not names_function(name):
         raise not_found(name)
@@ -171,6 +179,35 @@ def raw(name: str, root: Path | None, seed: int, options: Mapping[str, Any]) -> 
         return as_data(made, name)
     except TypeError as error:
         raise TypeError(f"{name} must return data that the lab can use: {error}") from error
+
+
+def verify(name: str, root: Path | None = None) -> str:
+    """One sentence on a data set that is as it should be; an error says what is not.
+
+    Published sets: images and labels are those of the authors. Folder trees: every image opens.
+    """
+    name = located(name)
+    if name in BUILT_IN:
+        data = BUILT_IN[name]()
+        return f"{name}: {len(data.train) + len(data.test):,} samples, built in."
+    if name in CATALOGUE:
+        data, path = read(name, root)
+        content, expected = content_digest(data), CATALOGUE[name].content
+        if content != expected:
+            raise ValueError(
+                f"{name} in {path} is not the published data set: its content's sha256 is "
+                f"{content}, expected {expected}. Remove it and fetch it again."
+            )
+        return f"{name}: {len(data.train):,} + {len(data.test):,} images in {path}, as published."
+    if name != "imagenet" and not name.startswith(FOLDER):
+        raise unknown("data set to verify", name, (*names(), "folder:PATH"))
+    data = raw(name, root, 0, {})
+    for split in (data.train, data.test):
+        assert isinstance(split, FolderSplit)
+        for file in split.files:
+            opened(file)
+    counts = f"{len(data.train):,} + {len(data.test):,} images in {data.classes} classes"
+    return f"{name}: {counts}, every one opens."
 
 
 def known_targets(data: Data, purpose: str) -> Tensor:

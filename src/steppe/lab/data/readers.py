@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
-from typing import TYPE_CHECKING, Any, NamedTuple
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -17,9 +22,6 @@ from steppe.lab.data.order import mask, stratified
 from steppe.lab.data.split import Data, MemorySplit
 from steppe.lab.naming import library, unknown
 
-if TYPE_CHECKING:
-    from steppe.lab.data.catalog import Place
-
 # Mean and standard deviation per channel over all training pixels. "released" is what the paper's
 # code has for both sets: CIFAR-10's mean, and the mean over images of each image's deviation.
 NORMALISATION = {
@@ -29,25 +31,8 @@ NORMALISATION = {
 }
 
 
-class Files(NamedTuple):
-    """Which files hold the splits of a CIFAR, and under which key they hold the labels."""
-
-    train: tuple[str, ...]
-    test: tuple[str, ...]
-    labels: bytes
-    classes: int
-
-
-CIFAR = {
-    "cifar10": Files(
-        tuple(f"data_batch_{k}" for k in range(1, 6)), ("test_batch",), b"labels", classes=10
-    ),
-    "cifar100": Files(("train",), ("test",), b"fine_labels", classes=100),
-}
-
-
 def cifar(
-    name: str, place: Place, *, normalisation: str | None = None, downsample: int | None = None
+    name: str, folder: Path, *, normalisation: str | None = None, downsample: int | None = None
 ) -> Data:
     """The training and test images as bytes in memory.
 
@@ -57,34 +42,53 @@ def cifar(
     normalisation = name if normalisation is None else normalisation
     if normalisation not in NORMALISATION:
         raise unknown("normalisation", normalisation, NORMALISATION)
-    files, pipeline = CIFAR[name], NORMALISATION[normalisation]
+    parts, key, classes = (["train"], ["test"]), b"fine_labels", 100
+    if name == "cifar10":
+        parts, key, classes = (
+            ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]),
+            b"labels",
+            10,
+        )
     splits, notes = [], []
-    for part in (files.train, files.test):
-        images, labels = read(place, part, files.labels)
+    for part in parts:
+        images, labels = read(folder, part, key)
         if downsample is not None:
             images = averaged(images, downsample)
-        splits.append(MemorySplit(images, labels, pipeline))
+        splits.append(MemorySplit(images, labels, NORMALISATION[normalisation]))
     if normalisation != name:
         notes.append(f"normalised with the numbers of {normalisation}")
     if downsample is not None:
         notes.append(f"averaged to {downsample}x{downsample}")
     shape = tuple(splits[0].inputs.shape[1:])
-    return Data(
-        name, splits[0], splits[1], classes=files.classes, shape=shape, note="; ".join(notes)
-    )
+    train, test = splits
+    return Data(name, train, test, classes=classes, shape=shape, note="; ".join(notes))
 
 
-def read(place: Place, names: tuple[str, ...], label_key: bytes) -> tuple[Tensor, Tensor]:
+def file_content(folder: Path, name: str) -> bytes:
+    """The content of a data set's file, which may be gzipped."""
+    file, zipped = folder / name, folder / f"{name}.gz"
+    if file.is_file():
+        return file.read_bytes()
+    if not zipped.is_file():
+        raise FileNotFoundError(f"{folder} has no file {name}. Is the data set complete?")
+    try:
+        return gzip.decompress(zipped.read_bytes())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{zipped} is damaged ({error}). Fetch it again.") from error
+
+
+def read(folder: Path, names: list[str], label_key: bytes) -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) as bytes and labels from CIFAR's pickled batches."""
     images, labels = [], []
-    for name, content in zip(names, place.read(*names), strict=True):
+    for name in names:
+        content = file_content(folder, name)
         try:
             batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
             images.append(torch.from_numpy(batch[b"data"]).view(-1, 3, 32, 32))
             labels += batch[label_key]
         except (KeyError, TypeError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(
-                f"{place.path}: {name} is not a batch of CIFAR images ({error}). Fetch it again."
+                f"{folder}: {name} is not a batch of CIFAR images ({error}). Fetch it again."
             ) from error
     return torch.cat(images), torch.tensor(labels)
 
@@ -124,14 +128,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def fashion_mnist(place: Place) -> Data:
+def fashion_mnist(folder: Path) -> Data:
     """60,000 training and 10,000 test images of 28x28 in ten classes."""
     pipeline = Pipeline(mean=(0.2860,), std=(0.3530,))
     splits = []
     for prefix in ("train", "t10k"):
         names = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
-        contents = zip(place.read(*names), names, strict=True)
-        images, labels = (idx(content, f"{place.path}: {name}") for content, name in contents)
+        images, labels = (idx(file_content(folder, n), f"{folder}: {n}") for n in names)
         splits.append(MemorySplit(images.unsqueeze(1), labels.long(), pipeline))
     return Data("fashion-mnist", splits[0], splits[1], classes=10, shape=(1, 28, 28))
 
@@ -155,21 +158,21 @@ def idx(content: bytes, name: str) -> Tensor:
     return values.view(sizes)
 
 
-def mnist(place: Place) -> Data:
+def mnist(folder: Path) -> Data:
     """5,002 training and 4,998 test images of 28x28 in ten classes.
 
     The package has no test set. The first half of each digit's file is trained on and the second
     tested, whatever the seed: neighbours in a file are often by one writer.
     """
-    names = [f"src/digits/{digit}.json" for digit in range(10)]
     halves: list[tuple[Tensor, Tensor]] = []
-    for name, content in zip(names, place.read(*names), strict=True):
+    for name in (f"src/digits/{digit}.json" for digit in range(10)):
+        content = file_content(folder, name)
         try:
             values = torch.tensor(json.loads(content)["data"], dtype=torch.float64)
             images = values.mul(255).round().to(torch.uint8).view(-1, 1, 28, 28)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(
-                f"{place.path}: {name} is no list of images of 28x28 pixels ({error}). "
+                f"{folder}: {name} is no list of images of 28x28 pixels ({error}). "
                 "Unpack the package again."
             ) from error
         half = (len(images) + 1) // 2
@@ -199,36 +202,12 @@ def digits(*, train_size: int | None = None, seed: int = 0) -> Data:
     return Data.divided("digits", images, labels, ~train, classes=10, note=note)
 
 
-def diabetes(*, train_size: int | None = None, seed: int = 0) -> Data:
-    """442 patients with ten measurements each and the progress of their illness: a regression.
+def table(name: str, *, train_size: int | None = None, seed: int = 0) -> Data:
+    """Rows of numbers, half of them to train on.
 
-    Half of them to train on. Inputs and targets are brought to mean 0 and standard deviation 1
-    with the training patients' numbers, so a mean squared error of 1 is what guessing the mean
-    gives.
+    Inputs, and a regression's targets, are brought to mean 0 and standard deviation 1 with the
+    training rows' numbers, so a mean squared error of 1 is what guessing the mean gives.
     """
-    return _table("diabetes", train_size, seed)
-
-
-def breast_cancer(*, train_size: int | None = None, seed: int = 0) -> Data:
-    """569 tumours with thirty measurements each, malignant or benign; half of them to train on."""
-    return _table("breast-cancer", train_size, seed)
-
-
-def wine(*, train_size: int | None = None, seed: int = 0) -> Data:
-    """178 wines with thirteen measurements each, of three cultivars; half of them to train on."""
-    return _table("wine", train_size, seed)
-
-
-BUILT_IN = {
-    "digits": digits,
-    "diabetes": diabetes,
-    "breast-cancer": breast_cancer,
-    "wine": wine,
-}
-
-
-def _table(name: str, train_size: int | None, seed: int) -> Data:
-    """Rows of numbers, standardised like a regression's targets with the training rows' numbers."""
     load = f"load_{name.replace('-', '_')}"
     bunch = getattr(library("sklearn.datasets", "'steppe[lab]'"), load)()
     rows, targets = torch.from_numpy(bunch.data), torch.from_numpy(bunch.target)
@@ -237,14 +216,9 @@ def _table(name: str, train_size: int | None, seed: int) -> Data:
     rows = _standardised(rows, train)
     regression = targets.is_floating_point()
     targets = _standardised(targets, train) if regression else targets.long()
-    return Data.divided(
-        name,
-        rows,
-        targets,
-        ~train,
-        classes=None if regression else int(targets.max()) + 1,
-        note=f"{int(train.sum())} training samples of {len(rows)}, the rest test",
-    )
+    classes = None if regression else int(targets.max()) + 1
+    note = f"{int(train.sum())} training samples of {len(rows)}, the rest test"
+    return Data.divided(name, rows, targets, ~train, classes=classes, note=note)
 
 
 def _standardised(values: Tensor, train: Tensor) -> Tensor:
@@ -255,3 +229,9 @@ def _training_mask(name: str, targets: Tensor, size: int, seed: int) -> Tensor:
     if not 10 <= size < len(targets):
         raise ValueError(f"{name}: train_size must be 10 to {len(targets) - 1}, got {size}.")
     return mask(len(targets), stratified(targets, size, seed=seed))
+
+
+BUILT_IN: dict[str, Callable[..., Data]] = {
+    "digits": digits,
+    **{name: partial(table, name) for name in ("diabetes", "breast-cancer", "wine")},
+}

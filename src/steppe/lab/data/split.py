@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from steppe.lab.data.augment import Pipeline, parse
 from steppe.lab.data.order import mix
@@ -20,17 +20,13 @@ Task = tuple[Tensor, int | None]  # which samples, and the seed of their augment
 class Split(ABC):
     """Samples with targets, drawn as batches in an order that the caller gives."""
 
-    labels: Tensor | None
+    targets: Tensor | None
+    """All targets in storage order, or None where only loading every sample would tell."""
     slow_to_load: ClassVar[bool] = True
-
-    @property
-    def targets(self) -> Tensor | None:
-        """All targets in storage order, or None where only loading every sample would tell."""
-        return self.labels
 
     def relabelled(self, targets: Tensor) -> Split:
         """The same samples with other targets."""
-        return replace(self, labels=targets)  # type: ignore[type-var]
+        return replace(self, targets=targets)  # type: ignore[type-var]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -46,10 +42,6 @@ class Split(ABC):
     @abstractmethod
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         """A batch, augmented if there is a seed; where `slow_to_load`, a worker process does it."""
-
-    def finish(self, batch: Tensor, seed: int | None) -> Tensor:
-        """What is left to do in the training process: nothing, unless a split says so."""
-        return batch
 
     def batches(
         self,
@@ -69,19 +61,13 @@ class Split(ABC):
             (order[place], None if augment_seed is None else mix(augment_seed, place))
             for place in range(start, len(order))
         ]
-        workers = workers if self.slow_to_load else 0
-        for (x, y), (_, seed) in zip(self._loaded(tasks, workers), tasks, strict=True):
-            yield self.finish(x, seed), y
-
-    def _loaded(self, tasks: list[Task], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `load` gives for each task, in order, here or ahead by processes."""
-        if not workers:
+        if not (workers and self.slow_to_load):
             yield from (self.load(*task) for task in tasks)
             return
-        loader = DataLoader(
-            _Tasks(self),
+        loader: DataLoader[Task] = DataLoader(
+            tasks,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=tasks,
+            collate_fn=self._loaded,
             num_workers=workers,
             generator=torch.Generator(),  # else it draws its base seed from the global generator
         )
@@ -93,15 +79,8 @@ class Split(ABC):
             # that ends it at last waits five seconds for workers that got no word to stop.
             getattr(iterator, "_shutdown_workers", lambda: None)()
 
-
-class _Tasks(Dataset[Any]):
-    """What a worker process holds: a task is an index."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __getitem__(self, task: Task) -> Any:
-        return self.split.load(*task)
+    def _loaded(self, task: Any) -> tuple[Tensor, Tensor]:
+        return self.load(*task)
 
 
 @dataclass(frozen=True)
@@ -147,13 +126,13 @@ class MemorySplit(Split):
 
     slow_to_load: ClassVar[bool] = False
     inputs: Tensor
-    labels: Tensor
+    targets: Tensor
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.labels):
+        if len(self.inputs) != len(self.targets):
             raise ValueError(
-                f"inputs and targets must have one length, got {len(self.inputs)} and {len(self.labels)}."
+                f"inputs and targets must have one length, got {len(self.inputs)} and {len(self.targets)}."
             )
 
     def __len__(self) -> int:
@@ -161,7 +140,7 @@ class MemorySplit(Split):
 
     def subset(self, indices: Tensor) -> MemorySplit:
         inputs = self.inputs.index_select(0, indices)
-        return replace(self, inputs=inputs, labels=self.labels[indices])
+        return replace(self, inputs=inputs, targets=self.targets[indices])
 
     def augmented(self, names: tuple[str, ...]) -> MemorySplit:
         if names and (self.inputs.dtype != torch.uint8 or self.inputs.dim() != 4):
@@ -173,4 +152,4 @@ class MemorySplit(Split):
         return replace(self, pipeline=replace(self.pipeline, augmentations=augmentations))
 
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
-        return self.pipeline(self.inputs.index_select(0, indices), seed), self.labels[indices]
+        return self.pipeline(self.inputs.index_select(0, indices), seed), self.targets[indices]

@@ -6,8 +6,9 @@ import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -131,11 +132,11 @@ def _targets(
                 f"{file}: a regression needs numbers, but {column.name!r} has {word!r}."
             )
         return numbers, None
-    values = column.texts if numbers is None else numbers.tolist()
-    order = {value: index for index, value in enumerate(sorted(set(values)))}
-    if len(order) < 2:
+    values: Sequence[Any] = column.texts if numbers is None else numbers.tolist()
+    classes, index = numpy.unique(values, return_inverse=True)
+    if len(classes) < 2:
         raise ValueError(f"{file}: the target {column.name!r} has a single value, {values[0]!r}.")
-    return torch.tensor([order[value] for value in values]), len(order)
+    return torch.from_numpy(index), len(classes)
 
 
 def _inputs(column: Column, train: Tensor, file: str) -> Tensor:
@@ -145,14 +146,13 @@ def _inputs(column: Column, train: Tensor, file: str) -> Tensor:
         mean, std = _moments(numbers[train])
         scaled = (numbers - mean) / std
         return scaled.nan_to_num(0.0).to(torch.float32).unsqueeze(1)
-    words = sorted(set(column.texts))
+    words, index = numpy.unique(column.texts, return_inverse=True)
     if len(words) > MOST_WORDS:
         raise ValueError(
             f"{file}: the column {column.name!r} has {len(words)} different texts, more than "
             f"{MOST_WORDS}. Leave it out: --set data_options.without={column.name!r}."
         )
-    index = torch.tensor([words.index(text) for text in column.texts])
-    return torch.nn.functional.one_hot(index, len(words)).to(torch.float32)
+    return torch.nn.functional.one_hot(torch.from_numpy(index), len(words)).to(torch.float32)
 
 
 def _moments(values: Tensor) -> tuple[float, float]:

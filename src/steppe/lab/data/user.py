@@ -38,15 +38,15 @@ class DatasetSplit(Split):
 
     dataset: Dataset[Any]
     indices: Tensor
-    labels: Tensor | None = None
+    targets: Tensor | None = None
     collate: Callable[[list[Any]], Any] = default_collate
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def subset(self, indices: Tensor) -> DatasetSplit:
-        labels = None if self.labels is None else self.labels[indices]
-        return replace(self, indices=self.indices[indices], labels=labels)
+        targets = None if self.targets is None else self.targets[indices]
+        return replace(self, indices=self.indices[indices], targets=targets)
 
     def augmented(self, names: tuple[str, ...]) -> DatasetSplit:
         if names:
@@ -60,7 +60,7 @@ class DatasetSplit(Split):
         with isolated(0 if seed is None else seed):
             samples = [self.dataset[k] for k in self.indices[indices].tolist()]
         x, y = self.collate([sample[:2] for sample in samples])
-        return as_float32(x), as_float32(y if self.labels is None else self.labels[indices])
+        return as_float32(x), as_float32(y if self.targets is None else self.targets[indices])
 
 
 @contextmanager
@@ -141,7 +141,13 @@ def as_split(source: Source, name: str) -> Split:
     if isinstance(source, TensorDataset) and collate is default_collate:
         source = source.tensors
     if isinstance(source, tuple | list) and len(source) == 2:
-        inputs, targets = (_as_tensor(part, name) for part in source)
+        part: Any = None
+        try:
+            inputs, targets = (torch.as_tensor(part := each) for each in source)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name}: inputs and targets must be numbers, got {type(part).__name__} ({error})."
+            ) from error
         if targets.is_floating_point():
             return MemorySplit(inputs, targets.to(torch.float32))
         column = targets.dim() == 2 and targets.shape[1] == 1
@@ -153,15 +159,6 @@ def as_split(source: Source, name: str) -> Split:
             f"__len__ and __getitem__, or a DataLoader of one; got {type(source).__name__}."
         )
     return DatasetSplit(source, torch.arange(len(source)), known_labels(source), collate)
-
-
-def _as_tensor(part: Any, name: str) -> Tensor:
-    try:
-        return torch.as_tensor(part)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name}: inputs and targets must be numbers, got {type(part).__name__} ({error})."
-        ) from error
 
 
 def _refuse_own_order(loader: DataLoader[Any], name: str) -> None:

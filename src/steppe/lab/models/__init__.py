@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from steppe.lab.models.foreign import foreign
-from steppe.lab.models.resnet import resnet18, resnet34, resnet50, small_resnet
-from steppe.lab.models.small import mlp, small_conv
-from steppe.lab.models.vgg import vgg16_bn
+from steppe.lab.models.plain import mlp, small_conv, vgg16_bn
+from steppe.lab.models.resnet import resnet18, resnet34, resnet50, small_resnet, wide_resnet
 from steppe.lab.models.vit import ViT, small_vit
-from steppe.lab.models.wrn import wide_resnet
-from steppe.lab.naming import check_options, unknown
+from steppe.lab.naming import check_options, library, unknown, user_function
 
 __all__ = ["build", "names"]
 
@@ -54,8 +52,14 @@ def build(
     """
     if classes < 1:
         raise ValueError(f"{name}: classes must be at least 1, got {classes}.")
-    if ":" in name:
-        return foreign(name, classes=classes, shape=shape, width=width, **options)
+    source, colon, rest = name.partition(":")
+    if source in ("torchvision", "timm"):
+        if width != 1:
+            raise ValueError(f"{name} has no width multiplier, got width={width}.")
+        other = from_torchvision if source == "torchvision" else from_timm
+        return other(rest, classes=classes, shape=shape, **options)
+    if colon:
+        return from_user(name, classes=classes, shape=shape, width=width, **options)
     wide = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     model = MODELS.get(name)
     if wide:
@@ -64,3 +68,45 @@ def build(
         raise unknown("model", name, names())
     check_options(name, model, options)
     return model(classes, shape, width, **options)
+
+
+def from_torchvision(
+    name: str, *, classes: int, shape: tuple[int, ...], **options: Any
+) -> nn.Module:
+    """torchvision's classification network; most of them take ImageNet-sized colour images."""
+    if len(shape) != 3 or shape[0] != 3:
+        raise ValueError(f"torchvision:{name} takes images with 3 channels, got shape {shape}.")
+    models = library("torchvision.models")
+    constructor = getattr(models, name, None)
+    if not inspect.isfunction(constructor):
+        found = [k for k, v in vars(models).items() if inspect.isfunction(v) and k[0] != "_"]
+        raise unknown("network of torchvision.models", name, found)
+    return constructor(num_classes=classes, **options)  # type: ignore[no-any-return]
+
+
+def from_timm(name: str, *, classes: int, shape: tuple[int, ...], **options: Any) -> nn.Module:
+    """timm's network with this number of classes and input channels."""
+    timm = library("timm")
+    return timm.create_model(name, num_classes=classes, in_chans=shape[0], **options)  # type: ignore[no-any-return]
+
+
+def from_user(name: str, **arguments: Any) -> nn.Module:
+    """What `module:function` returns, called with those of `classes`, `shape` and `width` that
+    it takes, and with every option."""
+    function = user_function(name)
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if arguments["width"] == 1 and "width" not in parameters:
+        del arguments["width"]
+    for known in ("classes", "shape"):
+        if known not in parameters and not anything:
+            del arguments[known]
+    refused = [] if anything else [key for key in arguments if key not in parameters]
+    if refused:
+        raise ValueError(
+            f"{name} takes {', '.join(parameters) or 'no arguments'}, but was given {', '.join(refused)}."
+        )
+    model = function(**arguments)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name} must return a torch.nn.Module, got {type(model).__name__}.")
+    return model

@@ -144,7 +144,7 @@ class Analysis(ABC):
 
 @dataclass(frozen=True)
 class LandscapeOf(Analysis):
-    """Loss and accuracy over a plane of weights, along two random filter-normalised directions."""
+    """Loss and accuracy over a plane along two random filter-normalised directions."""
 
     n: int = 51
     """Points along each direction; the paper's grid has 50."""
@@ -179,7 +179,7 @@ class SpectrumOf(Analysis):
 
 @dataclass(frozen=True)
 class RadiusOf(Analysis):
-    """Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
+    """Expected loss against the radius of random and adversarial perturbations."""
 
     radii: tuple[float, ...] = RADII
     """Norms of the perturbation."""
@@ -235,7 +235,7 @@ class SharpnessOf(Analysis):
 
 @dataclass(frozen=True)
 class RobustnessOf(Analysis):
-    """What survives rounding, pruning, weight noise and worse inputs, on test data by default."""
+    """What survives rounding, pruning, weight noise and worse inputs (test data)."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
     draws: int = 4
@@ -265,7 +265,7 @@ class RobustnessOf(Analysis):
 
 @dataclass(frozen=True)
 class EnsembleOf(Analysis):
-    """Predictions averaged over weight noise beside the single model's, on test data by default."""
+    """Predictions averaged over weight noise, and the single model's (test data)."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
     ratio: float = 0.1

@@ -264,7 +264,7 @@ def _confirmation() -> Study:
             (setting("cifar100", f"CIFAR-100, 10,000 images, {NARROW}", cifar, 5, 240.0, *few),),
         ),
         cut=(
-            "It runs once, when the defaults are chosen, and chooses nothing: no default was chosen on these "
+            "It runs once, when the defaults are chosen: no default was chosen on these "
             "data sets with these models, and nothing is tuned. Training and test data are the same for all seeds.",
             f"CIFAR-100 is trained for {epochs} epochs at 16x16, without SAM and MSAM: a run takes minutes.",
         ),

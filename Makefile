@@ -21,19 +21,19 @@ landscape_options := --n 25
 radius_options := --directions 8
 robustness_options := --seeds 3 --draws 2
 
-demo: $(STAMP)  ## compare the paper's six methods on digits, compress them, look at their minima, write a page
+demo: $(STAMP)  ## compare the paper's six methods on digits, compress a small ResNet, look at minima, write a page
 	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp rwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 \
 		--store $(DEMO) --out $(DEMO)/noisy.json
-	@echo; echo "The same strengths where no label is wrong and there is little to gain:"; echo
-	$(BIN)/steppe compare --like $(DEMO)/noisy.json --recipe digits-clean --seeds 3 --no-robustness \
-		--store $(DEMO) --out $(DEMO)/clean.json
+	@echo; echo "A small ResNet, no label wrong: equal accuracy, and what rounding and pruning leave of it:"; echo
+	$(BIN)/steppe compare sgd rwp rwp:rise=.2 --recipe digits-resnet --label-noise 0 --seeds 5 --eval-every 30 \
+		--store $(DEMO) --out $(DEMO)/resnet.json
 	@echo; echo "How flat are the minima, and what do they bear? Landscape, spectrum, radius, sharpness, robustness:"; echo
 	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)
 	@echo
 	$(BIN)/steppe report $(DEMO)/noisy.json --store $(DEMO) --out $(DEMO)/report.html
 
-pictures: demo  ## run the demo, then write its pictures and the tables of the README
-	$(BIN)/python docs/pictures.py
+pictures: demo  ## run the demo, then write pictures and tables of README and docs
+	$(BIN)/python -m docs.pictures
 
 demo-%: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/steppe analyze $* $(DEMO)/noisy.json $($*_options) --store $(DEMO)

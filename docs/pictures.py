@@ -1,119 +1,193 @@
-"""What README and docs show of `make demo`: pictures, and the tables of the README.
+"""Pictures and tables of README and docs: from the lines in `evidence/`, and from `make demo` where it has run.
 
-Run by `make pictures`.
+`python -m docs.pictures` writes them; `make pictures` runs the demo first.
 """
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
-from steppe.lab.sentences import NAMES, comparison_sentence, interval_words
-from steppe.lab.statistics import mean_std
-from steppe.lab.survival import survival_cells
-from steppe.report.canvas import COLOURS, panels, save_figure
+from steppe.lab.comparison import costs
+from steppe.lab.sentences import comparison_sentence
+from steppe.lab.statistics import mean_std, mean_words
+from steppe.lab.tables import Table, signed
+from steppe.report.canvas import COLOURS, save_figure
 from steppe.report.figures import landscape_figure, radius_figure
 from steppe.report.gathered import Gathered
-from steppe.report.sections import interval
 from steppe.report.subjects import find_comparison
-from steppe.report.summary import notices
-from steppe.report.survival import survival_curves
+from studies.definitions import LARGE, METHODS, study
+from studies.evidence import Evidence, Line
+from studies.findings import CHANGES, UNCHANGED, Claim, Findings, Row
 
 STORE = Path("runs/demo")
 ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "docs/assets"
-SHOWN = ("SGD", "SAM", "RWP (rise 0.02)", "RWP (rise 0.2)")
+SETTING = "resnet-clean"
+SHOWN = ("SGD", "SAM", "RWP", "RWP (rise 0.2)")
+LABELS = {"RWP": "RWP (default)"}
+HARDEST = CHANGES[-1]
+AFTER = (UNCHANGED, "3 bits", HARDEST)
+Blocks = Mapping[str, str]
+"""Markdown by the name of its place."""
 
 
-def style(name: str) -> dict:
-    number = SHOWN.index(name)
-    return {"color": COLOURS[number], "marker": "osD^"[number], "markersize": 5, "label": name}
+def digits() -> Findings:
+    return Findings(study("digits"), Evidence(ROOT / "evidence", "digits"))
 
 
-def result_picture(gathered: Gathered):
-    """Accuracy and cost; the loss along a line through the minimum; what is left after rounding."""
-    figure, (left, middle, right) = panels(3, width=3.5, height=3.0)
-    rows = {row.label: (index, row) for index, row in enumerate(gathered.rows)}
-    landscapes, robust = gathered.results("landscape"), gathered.every("robustness")
-    metric = gathered.comparison.example.metric
-    for name in SHOWN:
-        index, row = rows[name]
-        _, mean, high = interval(row, metric)
-        left.errorbar(row.cost["time"], mean, yerr=high - mean, capsize=3, **style(name))
-        left.annotate(name, (row.cost["time"], mean), (8, -3), textcoords="offset points")
-        plane = landscapes[index]
-        loss = plane.loss[:, int(plane.b.abs().argmin())]
-        middle.plot(plane.a, loss, color=style(name)["color"], linewidth=2, label=name)
-        (curves, *_) = survival_curves(robust[index]).values()
-        panel = next(panel for panel in curves if panel.startswith("bits"))
-        bits, accuracy, bars = zip(*[p for p in curves[panel] if p[0] <= 8], strict=True)
-        right.errorbar(bits, accuracy, yerr=bars, capsize=3, linewidth=2, **style(name))
-    left.set(title="Accuracy and time", xlabel="training time, multiples of SGD")
-    left.set(ylabel=f"test {NAMES[metric]}")
-    left.margins(x=0.4)
-    middle.set(title="Loss around the minimum", xlabel="distance along a random direction")
-    middle.set(ylabel="training loss")
-    right.set(title="Weights rounded", xlabel="bits of a weight", ylabel="test accuracy %")
-    right.invert_xaxis()
-    right.legend(frameon=False)
-    for axis in (left, middle, right):
+def measured(found: Findings, setting: str, method: str) -> Row:
+    """The runs of a method whose models were compressed."""
+    row = found.row(setting, "defaults", method)
+    kept = {seed: row.lines[seed] for seed in row.scores(HARDEST)}
+    return Row(row.part, row.name, kept)
+
+
+def time_of(row: Row, base: Row) -> float:
+    """Training time in multiples of the baseline's."""
+    seeds = sorted(row.lines.keys() & base.lines.keys())
+    return costs(*([each.lines[seed].result for seed in seeds] for each in (row, base)))["time"]
+
+
+def compression_picture(found: Findings) -> Figure:
+    """What pruning leaves of the accuracy, and what training took."""
+    figure = Figure(figsize=(9.6, 3.7), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2.7, 1))
+    rows = [measured(found, SETTING, name) for name in SHOWN]
+    ranked = sorted(range(len(rows)), key=lambda i: rows[i].mean(HARDEST))
+    lowest = 0.0
+    for place, i in enumerate(ranked):
+        row, name = rows[i], LABELS.get(SHOWN[i], SHOWN[i])
+        style = {"color": COLOURS[i], "linewidth": 3 if i == len(rows) - 1 else 1.8}
+        means = [row.mean(after) for after in (UNCHANGED, "50 % pruned", HARDEST)]
+        left.plot([0, 50, 80], means, marker="osD^"[i], **style)
+        seeds = list(row.scores(HARDEST).values())
+        left.scatter([80] * len(seeds), seeds, s=12, color=COLOURS[i], alpha=0.35, linewidth=0)
+        lowest = max(means[-1], lowest + 2.2)  # names keep clear of each other
+        left.text(
+            82, lowest, f"{means[-1]:.0f} %  {name}", color=COLOURS[i], va="center", weight="bold"
+        )
+        time = time_of(row, rows[0])
+        right.barh(place, time, color=COLOURS[i])
+        right.text(time + 0.03, place, f"{time:.1f} ×", va="center")
+    left.set(title="What pruning leaves of a small ResNet", ylabel="test accuracy, %")
+    left.set_xlabel(
+        f"smallest weights removed, %   (mean of {len(rows[0].lines)} seeds; pale: each seed)"
+    )
+    left.set_xticks([0, 50, 80])
+    left.set_xlim(-3, 122)
+    right.set(title="Training time", xlabel="× SGD", xlim=(0, 2.6))
+    right.set_yticks(range(len(ranked)), [LABELS.get(SHOWN[i], SHOWN[i]) for i in ranked])
+    for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+        axis.grid(alpha=0.25, axis="y" if axis is left else "x")
     return figure
 
 
-def tables(gathered: Gathered) -> dict[str, str]:
-    """Markdown by the name of its place."""
-    comparison = gathered.comparison
-    sentence = comparison_sentence(comparison)
-    worse = [f"{words} " for words in notices(gathered) if words.startswith("Calibration")]
-    left = {(c.row.spec, c.change.partition(",")[0]): c.values for c in survival_cells(comparison)}
-    result = []
-    for row in (row for row in gathered.rows if row.label in SHOWN):
-        mean, std = mean_std(row.values("test", "accuracy"))
-        three, pruned = (
-            mean_std(left[row.spec, change])[0] for change in ("3 bits", "80 % pruned")
-        )
-        gain = interval_words(row.difference, 2).replace("–", "")
-        ece = mean_std(row.values("test", "ece"))[0]
-        time = row.cost["time"]
-        cells = (
-            f"{mean:.2f} ± {std:.2f} | {gain} | {time:.2f} | {three:.1f} | {pruned:.1f} | {ece:.1f}"
-        )
-        result.append(f"| {row.label} | {cells} |")
-    where = comparison.example.environment
-    machine = f"torch {where['torch']}, {where['processor']}, one thread per run."
-    printed = comparison.table(width=80).partition("\n\n")[2].partition("\n\n")[0]
-    wrapped = "\n".join(textwrap.wrap(sentence, 80))
+def result_table(found: Findings) -> str:
+    """The README's: accuracy as trained and compressed, the gain after the hardest change, time."""
+    base, *others = (measured(found, SETTING, name) for name in SHOWN)
+    rows = []
+    for row in (base, *others):
+        cells = [mean_words(list(row.scores(after).values()), ".1f", ".1f") for after in AFTER]
+        name = LABELS.get(row.name, row.name)
+        gain = "" if row is base else signed(mean_std(pairs(found, row.name))[0], 1)
+        rows.append((name, *cells, gain, f"{time_of(row, base):.2f}"))
+    header = ("", *(f"{after}, %".replace(UNCHANGED, "as trained") for after in AFTER))
+    table = Table((*header, "gain, 80 % pruned", "time ×"), tuple(rows))
+    return f"{table.markdown()}\n\n{verdict(found)}"
+
+
+def pairs(found: Findings, name: str) -> list[float]:
+    return found.pairs(Claim(SETTING, "defaults", name, SHOWN[0], HARDEST))
+
+
+def verdict(found: Findings) -> str:
+    """Whether the gain is significant, and over how many comparisons that was corrected."""
+    gain = found.differences[Claim(SETTING, "defaults", SHOWN[-1], SHOWN[0], HARDEST)]
+    words = "significant" if gain.verdict in ("better", "worse") else "not significant"
+    where = next(iter(measured(found, SETTING, SHOWN[0]).lines.values())).result.environment
+    return (
+        f"n = {gain.n}, ± standard deviation. {SHOWN[-1]}, 80 % pruned: 95 % interval of the gain "
+        f"[{signed(gain.low95, 1)}, {signed(gain.high95, 1)}]; {words} after correction over all comparisons "
+        f"of the study. torch {where['torch']}, {where['processor']}, one thread."
+    )
+
+
+def survival_block(found: Findings, setting: str) -> str:
+    """All methods after every change, for the page on compression: BatchNorm recalibrated, and as stored."""
+    here = next(each for each in found.study.settings if each.name == setting)
+    names = [here.called(method) for method in (*METHODS, *LARGE)]
+    known = [row for name in names if (row := measured(found, setting, name)).lines]
+    counts = sorted({len(row.lines) for row in known})
+    parts = [f"n = {' to '.join(map(str, counts))}:", survival_table(known)]
+    if any("as is" in robust(line) for line in known[0].lines.values()):
+        parts += ["The same with the BatchNorm statistics that training left:"]
+        parts += [survival_table(known, "as is")]
+    return "\n\n".join(parts)
+
+
+def survival_table(rows: list[Row], way: str = "") -> str:
+    """Mean accuracy after each change, with recalibrated statistics or those of this name."""
+    cells = []
+    for row in rows:
+        found = [robust(line) for line in row.lines.values()]
+        measured = [each[way] if way else each for each in found]
+        means = [mean_std([each[after] for each in measured])[0] for after in (UNCHANGED, *CHANGES)]
+        cells.append((row.name, *(f"{mean:.1f}" for mean in means)))
+    return Table(("", "unchanged", *CHANGES), tuple(cells)).markdown()
+
+
+def robust(line: Line) -> dict[str, Any]:
+    return line.minima["robustness"]
+
+
+def evidence_blocks(found: Findings) -> dict[str, Blocks]:
+    """By file what the lines of the digits study say in it."""
+    settings = (SETTING, "mlp-noisy")
     return {
-        "result": "\n".join([
-            "| | accuracy, % | gain over SGD [95 % interval, Holm] | time × | 3 bits, % | 80 % pruned, % | ECE, % |",
-            "|---|---:|---:|---:|---:|---:|---:|", *result, "", f"{''.join(worse)}{machine}",
-        ]),
-        "output": f"```\n{printed}\n…\n{wrapped}\n```",
-    }  # fmt: skip
+        "README.md": {"result": result_table(found)},
+        "docs/compression.md": {name: survival_block(found, name) for name in settings},
+    }
 
 
-def write(gathered: Gathered) -> None:
-    """Put each table where its comment stands."""
-    file = ROOT / "README.md"
+def output(gathered: Gathered) -> str:
+    """What `make demo` prints first, shortened."""
+    comparison = gathered.comparison
+    printed = comparison.table(width=80).partition("\n\n")[2].partition("\n\n")[0]
+    wrapped = "\n".join(textwrap.wrap(comparison_sentence(comparison), 80))
+    return f"```\n{printed}\n…\n{wrapped}\n```"
+
+
+def put(file: Path, blocks: Blocks) -> None:
+    """Write each block where its comment stands."""
     content = file.read_text(encoding="utf-8")
-    for name, table in tables(gathered).items():
+    for name, block in blocks.items():
         begin, end = f"<!-- {name}: written by docs/pictures.py -->\n", "<!-- end -->"
         before, _, rest = content.partition(begin)
-        content = f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
+        content = f"{before}{begin}\n{block}\n\n{end}{rest.partition(end)[2]}"
     file.write_text(content, encoding="utf-8")
 
 
-def main() -> None:
-    gathered = Gathered(find_comparison([str(STORE / "noisy.json")], STORE), store=STORE)
-    write(gathered)
+def demo_pictures(gathered: Gathered) -> None:
+    put(ROOT / "README.md", {"output": output(gathered)})
     labels = [row.label for row in gathered.rows]
-    save_figure(result_picture(gathered), ASSETS / "result", formats=("png",))
     for kind, draw in (("landscape", landscape_figure), ("radius", radius_figure)):
         found = {labels[i]: result for i, result in gathered.results(kind).items()}
         figure = draw({name: found[name] for name in (SHOWN[0], SHOWN[-1])})
         save_figure(figure, ASSETS / kind, formats=("png",))
+
+
+def main() -> None:
+    found = digits()
+    for name, blocks in evidence_blocks(found).items():
+        put(ROOT / name, blocks)
+    save_figure(compression_picture(found), ASSETS / "result", formats=("png",))
+    if (STORE / "noisy.json").exists():
+        demo_pictures(Gathered(find_comparison([str(STORE / "noisy.json")], STORE), store=STORE))
 
 
 if __name__ == "__main__":

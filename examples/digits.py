@@ -1,6 +1,6 @@
 """Flat minima in one line: an MLP on scikit-learn's digits, a fifth of its labels wrong.
 
-Trains plain SGD, RWP, ARWP (same cost), SAM and m-ARWP (twice the gradients) from the same
+Trains SGD, RWP, ARWP (same cost), SAM and m-ARWP (twice the gradients) from the same
 initial weights and prints the test accuracy of each. Takes under a minute on two cores.
 
     python examples/digits.py [--seeds 5]

@@ -227,7 +227,7 @@ def _confirmation() -> Study:
         "Confirmation of the defaults",
         tuple((setting,) for setting in groups),
         cut=(
-            "It runs once, when the defaults are chosen, and chooses nothing: no default was chosen on these "
+            "It runs once, when the defaults are chosen: no default was chosen on these "
             "data sets with these models, and nothing is tuned. Training and test data are the same for all seeds.",
             f"CIFAR-100 is trained for {epochs} epochs at 16x16, without SAM and MSAM: a run takes minutes.",
         ),

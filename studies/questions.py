@@ -128,7 +128,7 @@ def survival_answer(found: Sequence[Findings]) -> str:
                 f"better in {len(_of(every, 'better'))} and worse in {len(_of(every, 'worse'))} of {len(every)})"
             )
     about = f"In mean points of accuracy after {join_words(CHANGES)}"
-    return f"{about}: {'; '.join(clauses)}." if clauses else NOTHING
+    return f"{about}:<br>{';<br>'.join(clauses)}." if clauses else NOTHING
 
 
 def transfer_answer(found: Sequence[Findings]) -> str:

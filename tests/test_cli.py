@@ -43,6 +43,7 @@ HELPED = [
     *(["compare"], ["train"], ["train", "cifar10-resnet18"], ["sweep"], ["recipes"], ["runs"]),
     *(["table"], ["data"], ["figure"], ["report"], ["analyze"]),
     *(["analyze", name] for name in ("landscape", "spectrum", "radius", "sharpness")),
+    *(["analyze", name] for name in ("robustness", "ensemble")),
 ]
 
 
@@ -54,6 +55,9 @@ def test_help_shows_no_internals(capsys, words):
     assert "--help" in said
     for internal in ("None)", "(default: )", "{[", "STR [STR"):
         assert internal not in said
+    usage, *lines = said.splitlines()
+    assert usage.startswith("usage: ")
+    assert max(map(len, lines)) <= 80
 
 
 def test_help_does_not_wait_for_torch():

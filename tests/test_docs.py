@@ -132,6 +132,27 @@ def test_the_gains_of_the_readme_are_the_evidence():
     assert all(row[1:] in known for row in rows), known
 
 
+def test_tables_from_the_evidence_are_current():
+    pictures = pytest.importorskip("docs.pictures")
+    for name, blocks in pictures.evidence_blocks(pictures.digits()).items():
+        content = (ROOT / name).read_text(encoding="utf-8")
+        for block in blocks.values():
+            assert block in content, f"{name}: run python -m docs.pictures"
+
+
+def test_what_the_readme_says_of_compression_is_the_evidence():
+    words = (
+        r"RWP \(rise 0.2\) − SGD ([^;]+) \(significantly better in (\d+) and worse in 0 of (\d+)\)"
+    )
+    gains, better, every = re.search(words, (ROOT / "docs/evidence.md").read_text()).groups()
+    _, three, _, pruned = re.findall(r"\+([\d.]+)", gains)
+    claim = (
+        f"{pruned} points more than SGD with 80 % pruned and {three} more at 3 bits "
+        f"(significantly better in {better} of {every} comparisons, worse in none)"
+    )
+    assert claim in " ".join(README.split())
+
+
 def test_the_architecture_names_every_module_of_the_core():
     table = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## The modules")[2]
     named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|([^|]+)\|", table, re.M))))

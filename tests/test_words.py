@@ -38,7 +38,8 @@ EXEMPT = {"docs/log.md", "docs/decisions.md"}
 
 
 def pages():
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files += [*(ROOT / "examples").glob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]
     for suffix in ("py", "js", "html"):
         files += (ROOT / "src").rglob(f"*.{suffix}")
     names = [file.relative_to(ROOT).as_posix() for file in files]

@@ -104,6 +104,10 @@ def test_batchnorm_is_recalibrated_from_the_augmented_training_batches(tmp_path)
     header = survival_table(small).header
     assert header == ("method", "BatchNorm", "unchanged", *(n.partition(",")[0] for n in NAMES))
     assert [row[1] for row in survival_table(small).rows] == ["as is", "recalibrated"]
+    parts = survival_table(small).text(width=40).split("\n\n")
+    named = [part for part in parts if part.startswith("method")]
+    assert len(named) > 1  # too wide for one part, and every part says which row is which
+    assert all("as is" in part and "recalibrated" in part for part in named)
     problem = load_problem(result.config, Sources())
     batches = training_batches(problem, result.config, 120)
     assert [len(batch) for batch in batches] == [50, 50, 50]

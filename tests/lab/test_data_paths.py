@@ -53,6 +53,16 @@ def test_from_python(here):
     assert train(config.replace(data="whole"), store=None, progress=False).steps == 2
     found = compare(data="folder:split", methods=["sgd"], seeds=1, config=config, store=None)
     assert found.table().startswith("split, mlp, 2 steps")
+    assert "on 1 seed;" in repr(found)
+
+
+def test_a_table_from_python_takes_the_column_that_the_error_asks_for(here):
+    quick = {"steps": 2, "batch": 4}
+    given = {"data": "things.csv", "methods": ["sgd"], "seeds": 1, "store": None, "progress": False}
+    with pytest.raises(LabError, match="config={'data_options': {'target': 'grade'}}"):
+        compare(**given, config=quick)
+    found = compare(**given, config={**quick, "data_options": {"target": "grade"}})
+    assert found.example.metric == "accuracy"
 
 
 def test_another_file_in_the_folder_is_another_run(here):

@@ -257,11 +257,18 @@ def test_long_names_stand_in_a_key(gathered):
     rows = [dataclasses.replace(r, label=n) for r, n in zip(gathered.rows, names, strict=True)]
     long = Gathered(dataclasses.replace(gathered.comparison, rows=tuple(rows)))
     short, key = long.shortened()
-    assert [row.label for row in short.rows] == ["SGD 1", "SGD 2", "SGD (lr 1)", "x" * 13 + "…"]
+    assert [row.label for row in short.rows] == ["SGD 1", "SGD 2", "SGD (lr 1)", "x" * 16 + "…"]
     assert list(key.values()) == [names[0], names[1], names[3]]
     made = page(long)
     assert "<b>SGD 1</b>: SGD (lr 0.01, batch 8)" in made
     assert "batch 8)</text>" not in made
+
+
+def test_a_method_and_its_rise_is_no_long_name(gathered):
+    names = ["SGD", "RWP (rise 0.02)", "m-RWP (rise 0.02)", "RWP (rise 0.2)"]
+    rows = [dataclasses.replace(r, label=n) for r, n in zip(gathered.rows, names, strict=True)]
+    usual = Gathered(dataclasses.replace(gathered.comparison, rows=tuple(rows)))
+    assert usual.shortened() == (usual, {})
 
 
 def won(gathered, verdict, mean):

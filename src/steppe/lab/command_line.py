@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import textwrap
 from typing import Any
 
 import tyro
@@ -74,10 +75,13 @@ def parse(name: str, arguments: list[str]) -> Any:
 
 
 def _read(kind: Any, name: str, arguments: list[str], **default: Any) -> Any:
+    words = (inspect.getdoc(kind) or "").replace("Example:", "\n\nExample:").split("\n\n")
+    # tyro joins lines, except before one that is indented
+    wrapped = [textwrap.fill(" ".join(w.split()), 80, subsequent_indent="  ") for w in words]
     return tyro.cli(
         kind,
         prog=f"steppe {name}",
-        description=(inspect.getdoc(kind) or "").replace("Example:", "\n\nExample:"),
+        description="\n\n".join(wrapped),
         args=arguments,
         config=(tyro.conf.DisallowNone,),
         **default,

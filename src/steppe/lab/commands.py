@@ -190,7 +190,7 @@ class Compare(Started):
     Without options: the paper's six methods at default strengths (for safety) and rwp:rise=0.2 (for
     compression) on the recipe `digits`. Each seed gives all methods the same initial weights and data
     order. Finished runs are reused.
-    Example: steppe compare sgd sam:rho=.1 arwp:ratio=.6,eta=1 --recipe cifar10-small --seeds 5
+    Example: steppe compare sgd sam:rho=.1 rwp:rise=.2 --data wine --seeds 5
     """
 
     methods: Annotated[Positional[Words], tyro.conf.arg(metavar="[METHOD ...]")] = ()

@@ -140,7 +140,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         names = ", ".join(row.label for row in self.rows)
-        return f"<Comparison of {names} on {len(self.seeds)} seeds; print it for the table>"
+        seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) != 1)}"
+        return f"<Comparison of {names} on {seeds}; print it for the table>"
 
     def plot(self) -> Figure:
         """A matplotlib figure: the metric with its intervals, and the differences to the baseline."""

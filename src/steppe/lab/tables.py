@@ -50,20 +50,21 @@ class Table:
     def text(self, width: int | None = None) -> str:
         """Aligned columns: words to the left, numbers to the right.
 
-        Columns that do not fit into `width` follow below, the first column beside them again.
+        Columns that do not fit into `width` follow below, beside those that name a row again.
         """
         blocks = [self._block(columns) for columns in self._fitting(width)]
         parts = [[self.title] if self.title else [], *blocks, list(self.notes)]
         return "\n\n".join(wrapped("\n".join(lines), width) for lines in parts if lines)
 
     def _fitting(self, width: int | None) -> list[list[int]]:
-        """The columns in groups that fit into the width, each with the first column."""
+        """The columns in groups that fit into the width, each with the one or two that name a row."""
         sizes = self._sizes
-        groups = [[0]]
-        for column in range(1, len(sizes)):
+        names = [0, 1] if len({row[0] for row in self.rows}) < len(self.rows) else [0]
+        groups = [names[:]]
+        for column in range(len(names), len(sizes)):
             used = sum(sizes[i] + 2 for i in groups[-1])
-            if width is not None and used + sizes[column] > width and len(groups[-1]) > 1:
-                groups.append([0])
+            if width is not None and used + sizes[column] > width and len(groups[-1]) > len(names):
+                groups.append(names[:])
             groups[-1].append(column)
         return groups
 

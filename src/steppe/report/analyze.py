@@ -141,7 +141,7 @@ class Analysis(ABC):
 
 @dataclass(frozen=True)
 class Landscape(Analysis):
-    """Loss and accuracy over a plane of weights, along two random filter-normalised directions."""
+    """Loss and accuracy over a plane along two random filter-normalised directions."""
 
     n: int = 51
     """Points along each direction; the paper's grid has 50."""
@@ -174,7 +174,7 @@ class Spectrum(Analysis):
 
 @dataclass(frozen=True)
 class Radius(Analysis):
-    """Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
+    """Expected loss against the radius of random and adversarial perturbations."""
 
     radii: tuple[float, ...] = RADII
     """Norms of the perturbation."""
@@ -226,7 +226,7 @@ class Sharpness(Analysis):
 
 @dataclass(frozen=True)
 class Robustness(Analysis):
-    """What survives rounding, pruning, weight noise and worse inputs, on test data by default."""
+    """What survives rounding, pruning, weight noise and worse inputs (test data)."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
     draws: int = 4
@@ -255,7 +255,7 @@ class Robustness(Analysis):
 
 @dataclass(frozen=True)
 class Ensemble(Analysis):
-    """Predictions averaged over weight noise beside the single model's, on test data by default."""
+    """Predictions averaged over weight noise, and the single model's (test data)."""
 
     common: OmitArgPrefixes[Common] = field(default_factory=lambda: Common(split="test"))
     ratio: float = 0.1

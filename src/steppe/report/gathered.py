@@ -14,7 +14,7 @@ from steppe.lab.comparison import Comparison, Row
 from steppe.lab.runs import DEFAULT_STORE, Run
 from steppe.report.analyses import Stored, load
 
-LONGEST = 14
+LONGEST = 17
 """So many letters of a name fit beside a mark."""
 
 

@@ -60,7 +60,8 @@ def table(
     if target is None:
         raise ValueError(
             f"{path.name} has the columns {', '.join(names)}: say which one to predict, "
-            f"--target {names[-1]} (in Python, target={names[-1]!r})."
+            f"--target {names[-1]} (in Python, target={names[-1]!r} of data.load, or "
+            f"config={{'data_options': {{'target': {names[-1]!r}}}}})."
         )
     left_out = [name.strip() for name in str(without).split(",") if name.strip()]
     for name in (target, *left_out):

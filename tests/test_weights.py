@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import steppe
-from steppe import layout
+from steppe import noise
 from steppe.noise import Draw
 from steppe.weights import Weights
 from tests.nets import batch, equal, loss_fn, mlp, weights_of
@@ -36,10 +36,10 @@ def weights_for(named, **options):
     return Weights(named, torch.optim.SGD(groups, lr=0.1))
 
 
-@pytest.fixture(params=[layout.CPU_BLOCK, 64, 10], ids=["one block", "blocks", "small blocks"])
+@pytest.fixture(params=[noise.CPU_BLOCK, 64, 10], ids=["one block", "blocks", "small blocks"])
 def named(request, monkeypatch):
     """Parameters of all kinds, in blocks that hold them all, some of them, or a few filters."""
-    monkeypatch.setattr(layout, "CPU_BLOCK", request.param)
+    monkeypatch.setattr(noise, "CPU_BLOCK", request.param)
     return parameters()
 
 

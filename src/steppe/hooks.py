@@ -19,8 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from steppe.distributed import is_sharded
 from steppe.frozen import Forward
-from steppe.layout import is_sharded
 from steppe.passes import loop_closure, loss_closure, put_back
 from steppe.step import EARLY, Running
 from steppe.training import Training

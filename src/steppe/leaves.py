@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steppe.layout import is_sharded
+from steppe.distributed import is_sharded
 
 if TYPE_CHECKING:
     from steppe.training import Training

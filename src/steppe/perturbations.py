@@ -7,21 +7,19 @@ dictionary of tensors that is allocated when it is attached and passed in at eve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from steppe.layout import filter_squares, local
-from steppe.noise import Draw
+from steppe.distributed import local
+from steppe.noise import Draw, Gradients, filter_squares
 from steppe.schedules import Strength, check_decay, check_nonnegative, strength_at
 from steppe.strength import Steering, one_strength
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
-Gradients: TypeAlias = Sequence[Tensor | None]
 Scale: TypeAlias = Tensor | float
 LearnsFrom: TypeAlias = Literal["nothing", "step", "pass"]
 
@@ -30,16 +28,15 @@ _SEVERAL = "learns_from = 'pass' in a method of several passes needs it"
 
 
 class Perturbation(ABC):
-    """Base of all perturbations: say how strong, and move the weights by eps.
-
-    Training needs `strength` and `move`. What raises below is needed by some alone, and says by whom.
-    """
+    """Base of all perturbations. Training needs `strength` and `move`; what raises says who needs it."""
 
     needs_gradient: ClassVar[bool] = False
     """True if `move` wants the gradient of the pass before it (SAM): such passes run in sequence."""
     learns_from: ClassVar[LearnsFrom] = "nothing"
     """Whose gradients `learn` wants: the optimizer's at each step, or those of its own pass (the
     same thing where a step has one pass)."""
+    elementwise: ClassVar[bool] = False
+    """True if `collect` notes something for each weight: more than ranks should exchange."""
 
     @abstractmethod
     def strength(self, step: int) -> float:
@@ -219,9 +216,9 @@ class AdaptiveGaussian(Adaptive, Gaussian):
 @dataclass(frozen=True)
 class ElementwiseGaussian(Adaptive):
     """The paper's first adaptive form: variance sigma² / sqrt(1 + eta v) per element, no norms.
+    The history is a second extra copy of the weights."""
 
-    The history is as large as the weights, which costs a second extra copy of them.
-    """
+    elementwise: ClassVar[bool] = True
 
     sigma: Strength | None = None
     eta: float = 0.1

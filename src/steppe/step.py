@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from steppe.batchnorm import FollowingStatistics, FrozenStatistics
-from steppe.perturbations import Gradients, Perturbation
+from steppe.noise import Gradients
+from steppe.perturbations import Perturbation
 from steppe.strength import OPENING, PERIOD, REST
 
 if TYPE_CHECKING:

@@ -317,6 +317,7 @@ class Training:
     def let_go(self) -> None:
         """Forget the model: a perturber that is kept must not keep a DDP object alive."""
         self.leaves.let_go()
+        self.statistics.let_go()
         self.ranks.let_go()
         self.weights.free()
         self.model = nn.Module()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import steppe
-from steppe.layout import Shards
+from steppe.distributed import Shards
 from steppe.noise import Draw
 from steppe.weights import Weights
 from tests.nets import batch, equal, loss_fn, weights_of

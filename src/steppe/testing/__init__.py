@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from steppe.methods import Method
-from steppe.noise import Draw
-from steppe.perturbations import Gradients, Perturbation, State
+from steppe.noise import Draw, Gradients
+from steppe.perturbations import Perturbation, State
 from steppe.testing.loop import Loop, Twice
 from steppe.weights import Weights
 

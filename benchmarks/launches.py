@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import steppe
 from steppe.lab import models
-from steppe.strength import OPENING, PERIOD, REST
+from steppe.schedules import OPENING, PERIOD, REST
 
 METHODS = {
     "RWP": steppe.rwp(0.01),

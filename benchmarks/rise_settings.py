@@ -26,7 +26,7 @@ from steppe.lab import data, models
 from steppe.methods import Method, Pass, mixed
 from steppe.noise import Draw
 from steppe.perturbations import Gaussian
-from steppe.strength import BASE, LEAST, Steering
+from steppe.schedules import BASE, LEAST, Steering
 
 CONTEXT, DIM, CHARACTERS = 32, 64, 96
 LITTLE_TEXT, MUCH_TEXT, HELD_OUT = 2_000, 400_000, 20_000

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from steppe.distributed import local
 from steppe.noise import Draw, Gradients, filter_squares
-from steppe.schedules import Strength, check_decay, check_nonnegative, strength_at
-from steppe.strength import Steering, one_strength
+from steppe.schedules import (
+    Steering,
+    Strength,
+    check_decay,
+    check_nonnegative,
+    one_strength,
+    strength_at,
+)
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
@@ -113,7 +119,7 @@ class Gaussian(OneStrength):
     `sigma` multiplies the norm per entry, as in the paper. `ratio` fixes the relative displacement
     instead, sigma_j = ratio / sqrt(d_j) for a filter of d_j entries, so that ‖eps_j‖ is about
     ratio ‖w_j‖ whatever the layer's size. `rise` lets the ratio follow the loss rise that is asked
-    for (`steppe.strength`). `isotropic`: std = sigma for every weight.
+    for (`steppe.schedules`). `isotropic`: std = sigma for every weight.
     """
 
     sigma: Strength | None = None

@@ -22,7 +22,7 @@ from torch import Tensor
 from steppe.batchnorm import FollowingStatistics, FrozenStatistics
 from steppe.noise import Gradients
 from steppe.perturbations import Perturbation
-from steppe.strength import OPENING, PERIOD, REST
+from steppe.schedules import OPENING, PERIOD, REST
 
 if TYPE_CHECKING:
     from steppe.training import Training

@@ -24,8 +24,8 @@ from steppe.leaves import Leaves
 from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturbations import Perturbation, State
+from steppe.schedules import REST
 from steppe.step import EARLY, Running, Step
-from steppe.strength import REST
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]

@@ -29,7 +29,6 @@ State: TypeAlias = dict[str, list[Tensor]]
 Scale: TypeAlias = Tensor | float
 LearnsFrom: TypeAlias = Literal["nothing", "step", "pass"]
 
-STRENGTHS = ("sigma", "ratio", "rho", "rise")
 _SEVERAL = "learns_from = 'pass' in a method of several passes needs it"
 
 
@@ -95,8 +94,8 @@ class OneStrength(Perturbation):
     _name: str
 
     def __post_init__(self) -> None:
-        given = {name: vars(self)[name] for name in STRENGTHS if name in vars(self)}
-        vars(self)["_name"] = one_strength(**given)
+        names = [name for name in ("sigma", "ratio", "rho", "rise") if name in vars(self)]
+        vars(self)["_name"] = one_strength(**{name: vars(self)[name] for name in names})
 
     def strength(self, step: int) -> float:
         return strength_at(vars(self)[self._name], step, name=self._name)
@@ -187,9 +186,8 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         return super().std(weights, state, step) * self.factor(state)
 
     def factor(self, state: State) -> Tensor:
-        """(1 + eta v_j)^(-exponent) per filter. With a rise, v_j and the factor are taken relative to
-        their means over all filters: whatever the loss's unit, and the rise alone sets the noise's size.
-        """
+        """(1 + eta v_j)^(-exponent) per filter. With a rise, v_j and the factor are relative to their
+        means over all filters: whatever the loss's unit, and the rise alone sets the noise's size."""
         (history,) = state["history"]
         if self.rise is None:
             return self.left(history)
@@ -210,8 +208,7 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         self._learn(weights.filter_norms(grads).square(), state["history"][0], scale)
 
     def _learn(self, squares: Tensor, history: Tensor, scale: Scale) -> None:
-        """A step with any non-finite gradient is dropped whole, without asking the device."""
-        squares = squares * (scale * scale)
+        squares = squares * (scale * scale)  # a step that is not finite is dropped whole
         finite = squares.sum() < torch.inf
         history.copy_(torch.where(finite, self.beta * history + squares, history))
 
@@ -299,7 +296,7 @@ class Ascent(OneStrength):
         weights.add(gradient, per_norm(draw.sign * length, norm), uphill=True)
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
+        """rho; of ASAM the radius in scaled space."""
         if self.rise is not None:
             raise self._missing("radius(): rho = rise / ‖g‖ is known in a step alone")
         return torch.tensor(self.strength(step), dtype=weights.dtype)
@@ -309,8 +306,8 @@ class Ascent(OneStrength):
 class MomentumAscent(OneStrength):
     """MSAM: eps = -rho v / ‖v‖ with v <- momentum v + g over the optimizer's gradients.
 
-    One pass per step. v is kept here rather than read from the optimizer, so that every optimizer
-    will do; it costs a second extra copy of the weights. Before the first step v = 0 and eps = 0.
+    v is kept here rather than read from the optimizer, so that every optimizer will do; it costs a
+    second extra copy of the weights. Before the first step v = 0 and eps = 0.
     """
 
     rho: Strength

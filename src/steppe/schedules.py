@@ -23,12 +23,13 @@ import math
 import numbers
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 Schedule = Callable[[int], float]
 Strength = float | Schedule
@@ -210,9 +211,9 @@ def one_strength(**given: Strength | None) -> str:
 class Reading(NamedTuple):
     """What the steering knows, as plain numbers."""
 
-    asked: float
-    measured: float
-    stderr: float
+    rise: float
+    measured_rise: float
+    measured_rise_stderr: float
     ramp: float
     ratio: float
 
@@ -308,10 +309,12 @@ class Steering:
         """Say what does not work, now and then (it waits for the device); the halvings so far."""
         found, reading = int(state[10]), self.read(state, step)
         # at the bound of a net that fits its data under the noise nothing is wrong: it is flat
-        fits = reading.measured > NOTHING * reading.asked and float(state[6]) < float(state[7]) / 2
+        fits = (
+            reading.measured_rise > NOTHING * reading.rise and float(state[6]) < float(state[7]) / 2
+        )
         if found > halvings and not fits:
             warnings.warn(
-                f"A loss rise of {reading.asked:g} cannot be held: the relative displacement stood at "
+                f"A loss rise of {reading.rise:g} cannot be held: the relative displacement stood at "
                 f"its bound of {self.bound:g} for {STUCK} steps and was halved. The loss may be in a "
                 "small unit, or saturate under noise: ask for a smaller rise.",
                 stacklevel=2,
@@ -324,3 +327,24 @@ class Steering:
                 stacklevel=2,
             )
         return found
+
+
+def watch_pull(run: Any, output: Any) -> bool:
+    """Measure in `run.pull` how hard the loss pulls on the outputs: for a mean cross-entropy twice the
+    mean of 1 - p. Whether nothing but a loss is seen, whose value stands for the pull then."""
+    if isinstance(output, Mapping) and output.get("logits") is not None:
+        output = output["logits"]  # of models that return their loss beside them
+    leaves = pytree.tree_leaves(output)
+    tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    outputs = [t for t in tensors if t.numel() > 1]
+
+    def add(gradient: Tensor) -> None:
+        wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
+        pull = gradient.detach().abs().sum(dtype=wide)
+        run.pull = pull if run.pull is None else run.pull + pull
+
+    for tensor in outputs:
+        tensor.register_hook(add)
+    if not outputs and tensors:
+        run.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
+    return not outputs

@@ -43,9 +43,9 @@ class Weights:
         self.filters = 0
         for name, param in named:
             offset, layer = self.shards.offset(param), self.frozen.of.get(param)
-            slot = Perturbed(name, param, self.filters, offset, optimizer is None, layer)
-            self.params.append(slot)
-            self.filters = slot.filters.stop
+            p = Perturbed(name, param, self.filters, offset, optimizer is None, layer)
+            self.params.append(p)
+            self.filters += p.filter_count
         self.device = self.params[0].device if self.params else torch.device("cpu")
         self.dtype = widest(p.dtype for p in self.params)
         self.sizes = self._repeated([float(p.length) for p in self.params])
@@ -69,8 +69,7 @@ class Weights:
 
     @property
     def away(self) -> bool:
-        """Whether a perturbation is at work, in place or out of place."""
-        return bool(self.moved) or self.frozen.noisy
+        return bool(self.moved) or self.frozen.noisy  # in place or out of place
 
     @torch.no_grad()
     def filter_norms(self, tensors: Gradients | None = None) -> Tensor:
@@ -182,7 +181,6 @@ class Weights:
             self._flat.watch()
 
     def written(self) -> bool:
-        """Whether somebody wrote a parameter since the move."""
         return bool(self.moved) and self._flat.written()
 
     @torch.no_grad()
@@ -346,5 +344,7 @@ class Weights:
 
     def _counted(self, params: Sequence[Perturbed], tensors: Gradients) -> Given:
         """Tensors by parameter, without those that another rank counts in a sum."""
-        given = zip(params, tensors, strict=True)
-        return {p: t if self.shards.counts(p.param) else None for p, t in given}
+        given = dict(zip(params, tensors, strict=True))
+        if self.shards.several:
+            given |= {p: None for p in params if not self.shards.counts(p.param)}
+        return given

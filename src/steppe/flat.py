@@ -126,6 +126,7 @@ class Flat:
         numbers = [number for first, rows in firsts for number in range(first, first + rows)]
         self.filters = torch.tensor(numbers, dtype=torch.long, device=like.device)
         """The number of the filter that each row is (a part of)."""
+        self.rows = len(numbers)
         self.blocks: list[Block] = []
         for number, stretches in noise.items():
             mine = (Part(self.members[s.owner], s) for s in stretches if s.owner in self.members)
@@ -134,7 +135,7 @@ class Flat:
                 self.blocks.append(Block(number, stretches[-1].stop, parts, run))
         self.counts = [rows for block in self.blocks for rows, _ in block.runs]
         self._matrices = matrices(self.backup, runs_of([(m.rows, m.length) for m in members]))
-        self._norms = torch.empty(len(numbers), dtype=like.dtype, device=self.device)
+        self._norms = torch.empty(self.rows, dtype=like.dtype, device=self.device)
         self._norms_by_length = self._norms.split([len(matrix) for matrix in self._matrices])
         self._norms_by_run = self._norms.split(self.counts)
         self.true = {block: Memory(block, self.backup[block.place]) for block in self.blocks}

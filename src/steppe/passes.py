@@ -49,7 +49,7 @@ class Run:
         self.perturbed, self.held = self.noise is not None, held
         self._training, self._of_pass = training, factor
         self._by_hooks, self._weighs_loss = by_hooks, weighs_loss
-        self._scouts = training.method.scouts(index)
+        self._scouts = held and training.method.scouts(index)
         self.share = factor if weighs_loss and factor and not self._scouts else 1.0
         """What its gradients are multiplied by already, through the loss."""
         self.factor = 1.0 if self._scouts else factor / self.share
@@ -191,7 +191,7 @@ class Leaves:
 
     def __iter__(self) -> Iterator[Tensor]:
         groups = self._training.optimizer.param_groups
-        if (count := sum(len(group["params"]) for group in groups)) != self._met:
+        if (count := sum([len(group["params"]) for group in groups])) != self._met:
             self._meet(_trained_by(self._training.optimizer))
             self._met = count
         return iter(self._all)

@@ -249,10 +249,10 @@ class Steering:
 
     def ramp(self, state: Tensor) -> Tensor:
         """How far the noise is let in: 0 in the first steps, 1 when nothing pulls any longer."""
-        root = self._root(state[6], state[7], state[8])
+        root = self._root(state[6], state[7])
         return root * root
 
-    def _root(self, pull: Tensor, first: Tensor, seen: Tensor) -> Tensor:
+    def _root(self, pull: Tensor, first: Tensor) -> Tensor:
         """The root of the ramp; 0 while the opening's mean, and so `pull`, is still the first."""
         if not self.ramped:
             return torch.ones_like(pull)
@@ -286,7 +286,7 @@ class Steering:
         opening = seen <= OPENING  # the first steps' mean, then a running one
         q = q.lerp(pull, torch.where(opening, 1 / seen, new_weight))
         first = torch.where(opening, q, first)
-        r = (base * self._root(q, first, seen)).clamp_(min=LEAST)
+        r = (base * self._root(q, first)).clamp_(min=LEAST)
         parts = [base, q, first, seen, stuck.masked_fill(halve, 0.0), halved + halve, r]
         found = torch.cat([means, slow, torch.stack(parts)])
         state.copy_(torch.where(found.abs().amax() < torch.inf, found, state))

@@ -78,7 +78,7 @@ class Weights:
             return self._known_norms
         flats = self._memory(last=tensors is not None)
         norms = self.sizes.new_empty(self.filters)
-        if sum(len(flat.filters) for flat in flats) != self.filters:  # frozen ones have none
+        if sum(flat.rows for flat in flats) != self.filters:  # frozen ones have none
             norms.zero_()
         given = None if tensors is None else dict(zip(self.params, tensors, strict=True))
         for flat in flats:

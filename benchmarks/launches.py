@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import steppe
 from steppe.lab import models
-from steppe.strength import OPENING, PERIOD, REST
+from steppe.schedules import OPENING, PERIOD, REST
 
 METHODS = {
     **measure.METHODS,

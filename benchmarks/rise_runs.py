@@ -27,7 +27,7 @@ from steppe.lab import data
 from steppe.methods import Method, Pass, mixed
 from steppe.noise import Draw
 from steppe.perturbations import Gaussian
-from steppe.strength import BASE, LEAST, Steering
+from steppe.schedules import BASE, LEAST, Steering
 
 PROBED = 2
 """So many seeds of a setting compare the meter with a direct measurement."""

@@ -38,7 +38,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import Table
 from steppe.noise import Draw
-from steppe.strength import RISE
+from steppe.schedules import RISE
 from studies.evidence import Evidence
 
 logger = logging.getLogger("steppe")

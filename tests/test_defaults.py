@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import steppe
-from steppe.strength import RISE
+from steppe.schedules import RISE
 
 METHODS = (
     *(steppe.rwp, steppe.arwp, steppe.antithetic_rwp),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import steppe
-from steppe.strength import LEAST, OPENING, Steering
+from steppe.schedules import LEAST, OPENING, Steering
 from tests.nets import batch, conv, equal, images, loss_fn, mlp, weights_of
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import steppe
-from steppe import layout
+from steppe import noise
 from steppe.noise import Draw
+from steppe.perturbations import added
 from steppe.weights import Weights
 from tests.nets import batch, equal, loss_fn, mlp, weights_of
 
@@ -38,10 +39,10 @@ def weights_for(named, **options):
     return Weights(named, torch.optim.SGD(groups, lr=0.1))
 
 
-@pytest.fixture(params=[layout.CPU_BLOCK, 64, 10], ids=["one block", "blocks", "small blocks"])
+@pytest.fixture(params=[noise.CPU_BLOCK, 64, 10], ids=["one block", "blocks", "small blocks"])
 def named(request, monkeypatch):
     """Parameters of all kinds, in blocks that hold them all, some of them, or a few filters."""
-    monkeypatch.setattr(layout, "CPU_BLOCK", request.param)
+    monkeypatch.setattr(noise, "CPU_BLOCK", request.param)
     return parameters()
 
 
@@ -223,11 +224,10 @@ def test_notes_of_a_whole_pass_are_those_of_each_parameter(named, method):
     passes[0][0] = passes[1][0] = passes[1][4] = None
     together, single = [], [[] for _ in named]
     alone = [weights_for([one]) for one in named]
-    for grads in passes:
-        together = noise.collect(weights, grads, together)
-        single = [
-            noise.collect(*parts) for parts in zip(alone, [[g] for g in grads], single, strict=True)
-        ]
+    for scale, grads in enumerate(passes, start=1):
+        together = added(together, noise.collect(weights, grads, scale))
+        parts = zip(alone, grads, single, strict=True)
+        single = [added(found, noise.collect(one, [g], scale)) for one, g, found in parts]
     for a, (b,) in zip(together, single, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, check_dtype=False)
 

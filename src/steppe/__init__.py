@@ -36,8 +36,9 @@ if TYPE_CHECKING:
         MomentumAscent,
         Perturbation,
     )
-    from steppe.perturber import Perturber, Probe
+    from steppe.perturber import Perturber
     from steppe.schedules import Schedule, constant, cosine_increase, linear
+    from steppe.training import Probe
 
 __version__ = "0.2.0"
 

@@ -7,18 +7,17 @@ import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from steppe import methods
-from steppe.distributed import AscentOf, Asked, Noise, PassesOver, find_ranks, parameter_names
+from steppe.distributed import AscentOf, Asked, Noise, PassesOver, Shards, find_ranks, sharding
 from steppe.frozen import FrozenLinear, find_frozen
 from steppe.hooks import Hooks, attached
-from steppe.layout import Shards, sharding
 from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturber import Perturber
@@ -102,11 +101,11 @@ def attach(
             f"A schedule of {method.name}() does not know how long training is. Give it the number "
             "of optimizer steps: cosine_increase(0, 0.01, steps=epochs * len(loader))."
         )
-    choice = choose(model, optimizer, method, exclude, include_frozen)
-    if method.perturbs and not choice.perturbed:
-        raise ValueError(f"Nothing is left to perturb: {choice.skipped or 'no parameters'}.")
+    chosen, skipped, frozen = choose(model, optimizer, method, exclude, include_frozen)
+    if method.perturbs and not chosen:
+        raise ValueError(f"Nothing is left to perturb: {skipped or 'no parameters'}.")
     ranks = find_ranks(model, method, Asked(passes_over, noise, ascent))
-    weights = Weights(choice.perturbed, optimizer, Shards(model), choice.frozen)
+    weights = Weights(chosen, optimizer, Shards(model), frozen)
     training = Training(
         model,
         method,
@@ -119,8 +118,8 @@ def attach(
         scaler=scaler,
         loop=loop or Loop(),
     )
-    ranks.narrow_sync_batchnorm(model)
-    return Perturber(training, Hooks(training), choice.skipped)
+    training.statistics.narrow(model)
+    return Perturber(training, Hooks(training), skipped)
 
 
 @contextmanager
@@ -191,29 +190,14 @@ def unwrap(
     Accelerate's and Lightning's wrappers, and many that bring a base optimizer, are optimizers by
     name only: hooks belong on the one whose step updates the weights.
     """
-    while (inner := _inner(optimizer)) is not None:
+    while True:
+        found = [getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer")]
+        kinds = [o for o in found if isinstance(o, torch.optim.Optimizer)]
+        inner = [o for o in kinds if o.param_groups is getattr(optimizer, "param_groups", None)]
+        if not inner:
+            return optimizer, scaler
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
-        optimizer = inner
-    return optimizer, scaler
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
-    for name in ("optimizer", "base_optimizer"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer) and (
-            inner.param_groups is getattr(optimizer, "param_groups", None)
-        ):
-            return inner
-    return None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which parameters are perturbed, and why the others are not."""
-
-    perturbed: list[tuple[str, nn.Parameter]]
-    skipped: dict[str, str]
-    frozen: dict[nn.Parameter, FrozenLinear]
+        optimizer = inner[0]
 
 
 def choose(
@@ -222,8 +206,8 @@ def choose(
     method: Method,
     exclude: Iterable[str],
     include_frozen: Iterable[str],
-) -> Choice:
-    """Sort the parameters of model and optimizer, or say what does not fit."""
+) -> tuple[list[tuple[str, nn.Parameter]], dict[str, str], dict[nn.Parameter, FrozenLinear]]:
+    """Which parameters are perturbed, why others are not, and which are frozen layers'."""
     names = parameter_names(model)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     strangers = [p for p in groups if p not in names]
@@ -254,7 +238,25 @@ def choose(
         skipped[f"parameter {number} {tuple(param.shape)} of the optimizer"] = "not the model's"
     order = {param: number for number, param in enumerate(groups)}
     perturbed.sort(key=lambda entry: order.get(entry[1], len(order)))
-    return Choice(perturbed, skipped, frozen)
+    return perturbed, skipped, frozen
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter (tied ones have several), without what wrappers add."""
+    wrappers = [
+        f"{name}.module.".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) or getattr(module, "only_wraps", False)
+    ]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        for wrapper in reversed(wrappers):  # inner ones first
+            if name.startswith(wrapper):
+                name = wrapper.removesuffix("module.") + name.removeprefix(wrapper)
+        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+            name = name.replace(wrapper, "")
+        names.setdefault(param, []).append(name)
+    return names
 
 
 def _patterns(option: str, given: Any) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -59,6 +60,8 @@ class SharedStatistics:
     """BatchNorm's buffers of the clean ranks, on their way to the perturbed ones."""
 
     def __init__(self, model: nn.Module, method: Method, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._old_groups: list[tuple[nn.SyncBatchNorm, Any]] = []
         self.buffers: list[Tensor] = []
         self._clean_ranks = 0
         if ranks.index is None or not method.has_clean_pass:
@@ -81,6 +84,26 @@ class SharedStatistics:
         for buffer, part in zip(self.buffers, parts, strict=True):
             value = part.view(buffer.shape)
             buffer.copy_(value if buffer.is_floating_point() else value.round())
+
+    def narrow(self, model: nn.Module) -> None:
+        """Let SyncBatchNorm share statistics among the ranks of one pass only."""
+        ranks = self._ranks
+        layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+        if not layers or ranks.index is None or ranks.ddp is None:
+            return
+        mine = range(ranks.index * ranks.columns, (ranks.index + 1) * ranks.columns)
+        members = [dist.get_global_rank(ranks.groups[0], r) for r in mine]
+        group = dist.new_group(members, use_local_synchronization=True)
+        for layer in layers:
+            self._old_groups.append((layer, layer.process_group))
+            layer.process_group = group
+
+    def let_go(self) -> None:
+        """Give SyncBatchNorm its groups back and forget the model."""
+        while self._old_groups:
+            layer, group = self._old_groups.pop()
+            layer.process_group = group
+        self.buffers = []
 
 
 def tracked_norms(model: nn.Module) -> list[_NormBase]:

@@ -3,7 +3,7 @@
 The passes of a method that do not need each other run on different ranks: rows are passes, columns
 are data. Gradients are averaged by DDP or FSDP2 itself; a rank's gradient is multiplied by
 `passes * weight`, so that the average over all ranks is exactly the weighted sum. What is left to
-exchange is small: the norms that ARWP learns from, and BatchNorm's statistics.
+exchange is small: the norms that ARWP learns from, BatchNorm's statistics, and sums over shards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,18 +23,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from steppe.layout import is_sharded
-from steppe.methods import Method
-from steppe.perturbations import ElementwiseGaussian
+if TYPE_CHECKING:
+    from steppe.methods import Method
 
 PassesOver = Literal["ranks", "microbatches"]
 Noise = Literal["rank", "shared"]
 AscentOf = Literal["rank", "global"]
 
-T = TypeVar("T")
 
-MOMENT = 0.2
-"""Seconds that gloo's workers get to finish where nothing can wait for them."""
+def is_sharded(tensor: Tensor) -> bool:
+    # by its attributes: importing DTensor would slow `import steppe` down
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor (a DTensor); any other tensor itself, dense."""
+    if is_sharded(tensor):
+        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 @contextmanager
@@ -42,9 +48,8 @@ def process_group(backend: str | None = None, **options: Any) -> Iterator[None]:
     """The processes that torchrun started as one group, and a clean end of the job on the CPU.
 
     `with steppe.process_group("gloo"): main()` initializes the group (`backend` and `options` go to
-    `torch.distributed.init_process_group`) and, when `main` has returned or raised, releases what it
-    created and destroys the group. Create models inside of `main`: a gloo group that a model still
-    refers to outlives its end, and may then abort or hang the process although all work is done.
+    `torch.distributed.init_process_group`) and, after `main`, releases what it created and destroys the
+    group. Create models inside of `main`: a gloo group that a model still refers to outlives its end.
 
     Examples:
         >>> with process_group("gloo", store=dist.HashStore(), rank=0, world_size=1):
@@ -72,22 +77,18 @@ def process_group(backend: str | None = None, **options: Any) -> Iterator[None]:
 def release_and_destroy(group: Any = None) -> None:
     """Destroy a process group (by default all) after collecting the models that used it.
 
-    A gloo group has worker threads, which end when nothing refers to the group any longer. After a
-    collective a worker drops its tensors, for which it needs Python's lock. With torch 2.13, a worker
-    that is late, as on a loaded machine, aborts the process if the interpreter ends meanwhile
-    ("terminate called without an active exception", SIGABRT), and hangs it if a DDP object that was
-    the last to refer to the group is released meanwhile. Where `destroy_process_group` drops the last
-    reference, it waits for the workers and lets them have the lock. So models go first; being parts
-    of reference cycles, they take a collection. Groups of sharded models stay in caches of torch
-    whatever one does: their workers get a moment in which the lock is free.
+    With torch 2.13, a worker thread of gloo that is late aborts the process where the interpreter ends
+    meanwhile, or hangs it where a DDP object is the last to refer to the group. `destroy_process_group`
+    waits for workers if it drops the last reference: so models go first, which takes a collection.
+    Groups of sharded models stay in caches of torch, and get a moment to finish.
     """
     gc.collect()
     dist.destroy_process_group(group)
     if _alive(DeviceMesh):
-        time.sleep(MOMENT)
+        time.sleep(0.2)
 
 
-def _alive(kind: type[T]) -> list[T]:
+def _alive(kind: type) -> list[Any]:
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
@@ -108,13 +109,12 @@ class Ranks:
     """All-reduce over each in turn to reach every rank that brings data."""
     rank: int = 0
     size: int = 1
-    """The number of replicas whose gradients are averaged, and which of them this is."""
+    """How many replicas average their gradients, and which of them this is."""
     passes: int = 1
     """How many passes run at once on different ranks; 1: every rank runs all passes."""
     noise: Noise = "rank"
     ddp: DistributedDataParallel | None = None
     ascent: AscentOf = "rank"
-    _old_groups: list[tuple[nn.SyncBatchNorm, Any]] = field(default_factory=list)
 
     @property
     def averages(self) -> bool:
@@ -160,23 +160,8 @@ class Ranks:
         totals, numbers = self.sum(both)[0].chunk(2)
         return list((totals / numbers).unbind())
 
-    def narrow_sync_batchnorm(self, model: nn.Module) -> None:
-        """Let SyncBatchNorm share statistics among the ranks of one pass only."""
-        layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
-        if not layers or self.index is None or self.ddp is None:
-            return
-        mine = range(self.index * self.columns, (self.index + 1) * self.columns)
-        ranks = [dist.get_global_rank(self.groups[0], r) for r in mine]
-        group = dist.new_group(ranks, use_local_synchronization=True)
-        for layer in layers:
-            self._old_groups.append((layer, layer.process_group))
-            layer.process_group = group
-
     def let_go(self) -> None:
-        """Give SyncBatchNorm its groups back and forget the model."""
-        while self._old_groups:
-            layer, group = self._old_groups.pop()
-            layer.process_group = group
+        """Refer to no model and no process group any longer."""
         self.ddp, self.groups = None, ()
 
 
@@ -272,7 +257,7 @@ def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None
             f"{method.name}(same_batch=True) wants one batch in all passes, but every rank brings its "
             'own. Use passes_over="microbatches" with perturber.backward(loss_of, batch).'
         )
-    if any(isinstance(p.perturbation, ElementwiseGaussian) for p in method.passes):
+    if any(p.perturbation is not None and p.perturbation.elementwise for p in method.passes):
         raise RuntimeError(
             f"{method.name}(elementwise=True) over ranks would exchange a history as large as the "
             'model. Use the filter-wise form, or passes_over="microbatches".'
@@ -286,19 +271,80 @@ def _passes_over_ranks(method: Method, size: int, passes_over: PassesOver | None
     return count
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter (tied ones have several), without what wrappers add."""
-    wrappers = [
-        f"{name}.module.".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) or getattr(module, "only_wraps", False)
-    ]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        for wrapper in reversed(wrappers):  # inner ones first
-            if name.startswith(wrapper):
-                name = wrapper.removesuffix("module.") + name.removeprefix(wrapper)
-        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-            name = name.replace(wrapper, "")
-        names.setdefault(param, []).append(name)
-    return names
+class Shards:
+    """The ranks that together hold one copy of the weights. By default this rank holds it all."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        named = model.named_parameters() if model is not None else ()
+        params = {name: param for name, param in named if is_sharded(param)}
+        self._modules = sharding(model) if model is not None and params else []
+        self._group: Any = None
+        self._first = True
+        if params:
+            self._check(params)
+            mesh, kinds = _sharding(next(iter(params.values())))
+            if "Shard" in kinds:
+                self._group = mesh.get_group(kinds.index("Shard"))
+                self._first = mesh.get_local_rank(kinds.index("Shard")) == 0
+        self.several = self._group is not None
+        self.silent = False
+        """Set while somebody only looks, maybe on one rank alone: sums are unknown (NaN) then."""
+
+    def _check(self, params: dict[str, Any]) -> None:
+        """Refuse what is not FSDP2's own sharding: norms would be sums over the wrong ranks."""
+        gathered = {param for module in self._modules for param in module.parameters()}
+        first = next(iter(params.values()))
+        for name, param in params.items():
+            mesh, kinds = _sharding(param)
+            known = set(kinds) <= {"Shard", "Replicate"} and kinds.count("Shard") <= 1
+            if known and param in gathered and (mesh, kinds) == _sharding(first):
+                continue
+            raise ValueError(
+                f"{name} is sharded by {param.placements} over {mesh}, "
+                f"{next(iter(params))} by {first.placements}"
+                f"{'' if param in gathered else ', and not by fully_shard()'}. steppe serves what "
+                "fully_shard() makes on one mesh: one dimension of shards and, before it, at most one of "
+                "replicas. Other DTensors (tensor parallel ones, also mixed with FSDP) are not supported: shard the "
+                "whole model with fully_shard(model, mesh=mesh)."
+            )
+
+    def offset(self, param: Any) -> tuple[int, ...]:
+        """Where this rank's part of a parameter begins, in each dimension."""
+        if not is_sharded(param):
+            return tuple(0 for _ in param.shape)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = param.device_mesh, param.placements
+        return tuple(compute_local_shape_and_global_offset(param.shape, mesh, placements)[1])
+
+    def counts(self, param: Tensor) -> bool:
+        """Whether this rank's part belongs in a sum: what every rank has whole counts once."""
+        return self._first or is_sharded(param)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that hold the other shards."""
+        if self.silent:
+            return tensor.fill_(torch.nan)
+        if self._group is not None:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    @torch.no_grad()
+    def reshard(self) -> None:
+        """Drop gathered copies of the weights: they are of before the last move."""
+        for module in self._modules:
+            module.reshard()
+
+    def let_go(self) -> None:
+        """Refer to no module and no process group any longer. Nothing is exchanged from now on."""
+        self._modules, self._group = [], None
+
+
+def sharding(model: nn.Module) -> list[Any]:
+    """The modules whose parameters FSDP2 shards."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
+
+
+def _sharding(param: Any) -> tuple[Any, list[str]]:
+    """The mesh of a parameter, and what each of its dimensions does (whatever dimension is cut)."""
+    return param.device_mesh, [type(placement).__name__ for placement in param.placements]

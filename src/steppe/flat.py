@@ -16,64 +16,29 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from steppe.layout import Perturbed, Stretch, local, matrices, noise_blocks, runs_of, stored, widest
-from steppe.noise import PARALLEL_FROM, spread, standard_normal_
+from steppe.distributed import local
+from steppe.noise import (
+    PARALLEL_FROM,
+    Gradients,
+    Member,
+    Part,
+    Perturbed,
+    Stretch,
+    matrices,
+    noise_blocks,
+    runs_of,
+    spread,
+    standard_normal_,
+    widest,
+)
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
 """Tensors like what this rank holds of parameters."""
+Marks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 PLAIN = frozenset({Tensor, nn.Parameter})
-
-
-class Member:
-    """What this rank holds of a parameter, and where in flat memory it goes."""
-
-    def __init__(self, owner: Perturbed, start: int) -> None:
-        values = self.values = owner.values
-        self.owner, self.start = owner, start
-        many, strides = values.dim() > 1, values.stride()
-        self.rows = values.shape[0] if many else 1
-        self.length = values.numel() // max(1, self.rows)
-        self.first = owner.offset[0] if many else 0
-        """The first of the parameter's filters that this rank holds any part of."""
-        inner = sorted(range(1, values.dim()), key=lambda d: -strides[d])
-        self.regular = (values.permute(0, *inner) if many else values).is_contiguous()
-        """Whether flat memory has the order of the parameter's own; otherwise that of its indices."""
-        self.inner = inner if many and self.regular else list(range(int(many), values.dim()))
-
-    def view(self, flat: Tensor, start: int, rows: int) -> Tensor:
-        """Some of its rows in flat memory, shaped like the parameter."""
-        shape = (rows, *self.values.shape[1:]) if self.values.dim() > 1 else self.values.shape
-        if self.regular:
-            return flat.as_strided(shape, self.values.stride(), flat.storage_offset() + start)
-        return flat[start : start + rows * self.length].view(shape)
-
-
-class Part:
-    """Rows of a member that lie in one block."""
-
-    def __init__(self, member: Member, stretch: Stretch) -> None:
-        first = max(stretch.first, member.first)
-        last = min(stretch.last, member.first + member.rows)
-        self.member, self.rows, self.first = member, last - first, first - member.first
-        self.begin = member.start + self.first * member.length
-        """Its place in flat memory."""
-        full, mine, offset = member.owner.shape, member.values.shape, member.owner.offset
-        self._noise = slice(stretch.start, stretch.stop)
-        self._full = (stretch.last - stretch.first, *(full[d] for d in member.inner))
-        self._mine = (
-            slice(first - stretch.first, last - stretch.first),
-            *(slice(offset[d], offset[d] + mine[d]) for d in member.inner),
-        )
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor like the member's values."""
-        if self.rows == self.member.rows:
-            return tensor
-        return tensor[self.first : self.first + self.rows]
-
-    def pick(self, noise: Tensor) -> Tensor:
-        """Its values from the noise of the full block."""
-        return noise[self._noise].view(self._full)[self._mine].reshape(-1)
+CLOSE_LOOKS = 2
+"""In so many moves, values are compared too: data-dependent initialisation, in the first forward, may
+write through `.data`, which leaves no trace."""
 
 
 class Block:
@@ -100,7 +65,7 @@ class Block:
             noise = standard_normal_(out.new_empty(self._noise), seed)
             torch.cat([part.pick(noise) for part in self.parts], out=out)
 
-    def cut(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def cut(self, tensors: Gradients) -> Gradients:
         """This block's part of tensors that are like what this rank holds of its parameters."""
         plain = self._whole and PLAIN.issuperset(map(type, tensors))
         if plain and not any(map(attrgetter("is_sparse"), tensors)):
@@ -108,7 +73,7 @@ class Block:
         pairs = zip(self.parts, tensors, strict=True)
         return [None if t is None else part.of(local(t)) for part, t in pairs]
 
-    def memory_of(self, tensors: Sequence[Tensor | None]) -> Memory | None:
+    def memory_of(self, tensors: Gradients) -> Memory | None:
         """The memory of its part of tensors, if that is a single one and lies like the parameter's."""
         (tensor, *others), member = tensors, self.parts[0].member
         if others or tensor is None or not member.regular or tensor.dtype.itemsize < 4:
@@ -236,14 +201,11 @@ class Flat:
 
     def row_norms(self, given: Given | None = None) -> Tensor:
         """‖·‖ of each row of the backup, or of these tensors; good until the next call."""
-
-        def of_block(flat: Flat, block: Block) -> None:
-            norms_(flat.loaded(block, given or {}).matrices, self._norms_by_run[block.at])
-
         if given is None:
             norms_(self._matrices, self._norms_by_length)
         else:
-            by_block([self], of_block)
+            by_run = self._norms_by_run
+            by_block([self], lambda _, b: norms_(self.loaded(b, given).matrices, by_run[b.at]))
         return self._norms
 
 
@@ -257,14 +219,16 @@ class FlatMemory:
         # frozen ones last: the noise of others should not lie between theirs
         for p in sorted(params, key=lambda p: (not p.active, p.length)):
             groups.setdefault((p.device, p.dtype), []).append(p)
-        self.groups = list(groups.values())
-        """The parameters of each device and dtype, by the length of their filters."""
+        self._groups = list(groups.values())
         number = count()
-        self.noise = [{next(number): b for b in noise_blocks(g)} for g in self.groups]
-        """The blocks of noise of each group, by their number."""
+        self.noise = [{next(number): b for b in noise_blocks(g)} for g in self._groups]
+        """The blocks of noise of each device and dtype, by their number."""
         self.blocks = next(number)
         self._all = [p.param for p in params]
         self._plain = PLAIN.issuperset(map(type, self._all))
+        self._marks: Marks | None = None
+        self._norms: Tensor | None = None
+        self._close_looks = 0 if any(p.is_meta for p in self._all) else CLOSE_LOOKS
         self.clear()
 
     def clear(self) -> None:
@@ -276,13 +240,54 @@ class FlatMemory:
     def _who(self) -> list[object]:
         return [p.active for p in self._params if p.always] or [p.requires_grad for p in self._all]
 
+    def marks(self) -> Marks:
+        """Versions and places of all parameters, which differ if somebody has written one since."""
+        held = self.held()
+        return tuple(map(attrgetter("_version"), held)), tuple(map(Tensor.data_ptr, held))
+
+    def watch(self) -> None:
+        """Whoever writes an active parameter from now on is found out by `find_written`."""
+        self._marks = self.marks()
+        if self._close_looks:
+            self._close_looks -= 1
+            self._norms = self._norms_now()
+
+    def written(self) -> bool:
+        return self._marks not in (None, self.marks())
+
+    def find_written(self) -> list[str]:
+        """The active parameters that somebody wrote since `watch()`, which ends here."""
+        before, self._marks = self._marks, None
+        norms, self._norms = self._norms, None
+        written = []
+        if before is not None and (marks := self.marks()) != before:
+            rows = zip(self._params, *before, *marks, strict=True)
+            written = [p.name for p, *then, v, at in rows if then != [v, at] and p in self.active]
+        if not written and norms is not None:
+            now = self._norms_now()
+            same = ((norms == now) | (norms.isnan() & now.isnan())).tolist()
+            written = [p.name for p, equal in zip(self.active, same, strict=True) if not equal]
+        return written
+
+    def _norms_now(self) -> Tensor:
+        values = [p.values for p in self.active]
+        norms = torch._foreach_norm(values, 2, dtype=self._like.dtype)
+        return torch.stack([norm.cpu() for norm in norms])
+
+    def held(self) -> Sequence[Tensor]:
+        """What this rank holds of the parameters, where its versions and places can be seen."""
+        if self._plain:
+            return self._all
+        with torch.no_grad():
+            return [local(param) for param in self._all]
+
     def fits(self) -> bool:
         """Whether it is laid out for the parameters that are active now."""
         return bool(self._key) and self._key[0] == self._who()
 
     def now(self) -> list[Flat]:
         """The flat memory of the parameters as they are."""
-        held: Sequence[Tensor] = self._all if self._plain else stored(self._params)
+        held = self.held()
         marks = ([t.data_ptr() for t in held], [t.stride() for t in held], [t.dtype for t in held])
         key = (self._who(), *marks)
         if key != self._key:
@@ -290,7 +295,7 @@ class FlatMemory:
                 p.check_unconverted()
             self.clear()  # that memory is free before there is more
             with torch.inference_mode(False), torch.no_grad():
-                plans = zip(self.groups, self.noise, strict=True)
+                plans = zip(self._groups, self.noise, strict=True)
                 flats = [Flat(group, noise, self._like) for group, noise in plans]
             self._key, self.flats = key, [flat for flat in flats if flat.members]
             self.active = [p for p in self._params if p.active]
@@ -302,7 +307,7 @@ def norms_(parts: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         torch.linalg.vector_norm(part, dim=1, dtype=norms.dtype, out=norms)
 
 
-def copy(targets: list[Tensor], sources: Sequence[Tensor | None]) -> None:
+def copy(targets: list[Tensor], sources: Gradients) -> None:
     """Copy all tensors by one operation; zero those without a source."""
     if any(map(is_, sources, repeat(None))):
         pairs = list(zip(targets, sources, strict=True))
@@ -322,7 +327,7 @@ def by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None
 
 def decay_and_add(
     memory: Sequence[Tensor],
-    new: Sequence[Tensor | None],
+    new: Gradients,
     decay: float,
     scale: float,
     square: bool,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from steppe.layout import Perturbed, Stretch, is_sharded
-from steppe.noise import PARALLEL_FROM, Draw, spread, standard_normal_
+from steppe.distributed import is_sharded
+from steppe.noise import PARALLEL_FROM, Draw, Perturbed, Stretch, spread, standard_normal_
 
 if TYPE_CHECKING:
     from steppe.methods import Method

@@ -19,10 +19,11 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from steppe.distributed import is_sharded
 from steppe.frozen import Forward
-from steppe.layout import is_sharded
-from steppe.passes import loop_closure, loss_closure, put_back
-from steppe.step import EARLY, Running
+from steppe.passes import EARLY, Run, put_back
+from steppe.schedules import watch_pull
+from steppe.step import loop_closure, loss_closure
 from steppe.training import Training
 
 CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
@@ -78,14 +79,12 @@ class Hooks:
         self._handles, self._modules, self._owners = [], [], []
         del self._call
 
-    # ------------------------------------------------------------------ whoever looks or writes
-
     def before_look(self, *_: Any, **__: Any) -> None:
         self._training.restore()
 
     def before_load(self, *_: Any, **__: Any) -> None:
         self._training.restore()
-        self._training.forget_marks()
+        self._training.marks = None
 
     def gathered(self, module: nn.Module, _: Any) -> None:
         """Weigh the gradients of the gathered parameters: sharded ones see none of autograd."""
@@ -95,8 +94,6 @@ class Hooks:
                 param = owner._parameters[name]
                 if param is not None and not is_sharded(param):
                     self._training.leaves.watch(param, number)
-
-    # ------------------------------------------------------------------ the model's forward
 
     @_disable_dynamo
     def before_forward(self, module: nn.Module) -> None:
@@ -108,7 +105,7 @@ class Hooks:
             if not (module.training or grad):
                 training.restore()
             elif running is not held:
-                raise RuntimeError(put_back(held.held))
+                raise RuntimeError(put_back(held))
             return
         if running is not None and running.in_backward:
             return  # activation checkpointing runs forwards inside backward
@@ -142,7 +139,7 @@ class Hooks:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(_inside_a_backward(training.loop.hold))
         training.new_step_if_abandoned()
-        training.begin(*training.next_pass())
+        training.begin(Run(training, *training.next_pass(), held=False))
 
     def forward_failed(self) -> None:
         running = self._training.step.running
@@ -155,7 +152,8 @@ class Hooks:
         if running is None or (running.in_backward and not running.held):
             return
         if training.step.metered:
-            training.watch_pull(running, output)
+            seen = output if training.loop.outputs is None else training.loop.outputs(output)
+            training.step.pull_is_loss = watch_pull(running, seen)
         if running.held:
             return
         leaves = pytree.tree_leaves(output)
@@ -170,7 +168,7 @@ class Hooks:
         for tensor in tensors:
             tensor.register_hook(partial(self._on_output_gradient, running))
 
-    def _on_output_gradient(self, running: Running, gradient: Tensor) -> None:
+    def _on_output_gradient(self, run: Run, gradient: Tensor) -> None:
         """Backward has reached an output. Its end is queued from here, not from a parameter's
         hook, which also fires inside the nested backward of reentrant checkpointing."""
         training = self._training
@@ -180,23 +178,21 @@ class Hooks:
                 "create_graph=True differentiates through weights that are put back after backward. "
                 f"Hold the pass open over both backwards: {training.loop.hold}"
             )
-        if training.step.running is not running:
+        if training.step.running is not run:
             raise RuntimeError(
                 "This graph was built at perturbed weights that have been put back since: by another "
                 "backward over it, an evaluation, state_dict() or optimizer.step() in between. Run "
                 "one backward right after its forward, or hold the pass open over all of it: "
                 f"{training.loop.hold}"
             )
-        if not running.in_backward:
-            training.step.backward_begins(running)
-        if not running.end_is_queued:
-            running.end_is_queued = True
+        if not run.in_backward:
+            training.step.backward_begins(run)
+        if not run.end_is_queued:
+            run.end_is_queued = True
             if training.several and training.ranks.index is None and training.number < EARLY:
-                training.compare_losses(running, gradient)
+                training.compare_losses(run, gradient)
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(EndOfBackward(training, running))
-
-    # ------------------------------------------------------------------ the optimizer's step
+            queue(EndOfBackward(training, run))
 
     def before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training = self._training
@@ -253,23 +249,20 @@ class EndOfBackward:
     """Called by autograd when a backward is over. If the backward raised, autograd lets go of it
     instead, and that puts the weights back too."""
 
-    def __init__(self, training: Training, running: Running) -> None:
-        self._training, self._running = training, running
+    def __init__(self, training: Training, run: Run) -> None:
+        self._training, self._run = training, run
 
     def __call__(self) -> None:
-        self._training.finish(self._running)
+        self._training.finish(self._run)
 
     def __del__(self) -> None:
-        if self._training.step.running is self._running:
+        if self._training.step.running is self._run:
             self._training.restore(quiet=True)
 
 
 def attached(model: nn.Module) -> Iterator[nn.Module]:
     """The parts of a model that are attached already, by this or a wrapper that shares them."""
     return (module for module in model.modules() if isinstance(vars(module).get(STATE), State))
-
-
-# ---------------------------------------------------------------------- what sits in model and optimizer
 
 
 class Call:

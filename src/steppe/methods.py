@@ -13,8 +13,7 @@ from steppe.perturbations import (
     MomentumAscent,
     Perturbation,
 )
-from steppe.schedules import Strength, check_number, needs_steps, with_steps
-from steppe.strength import RISE
+from steppe.schedules import RISE, Strength, check_number, needs_steps, with_steps
 
 Feed = Literal["one", "each", "slices"]
 """What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""

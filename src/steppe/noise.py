@@ -1,24 +1,33 @@
 """Gaussian noise that is a pure function of where and when it is used.
 
-Each block of weights seeds its own generator from (seed, step, stream, replica, block), so there
-is nothing but seed and step to save, the global random state is never touched, and the noise is
-the same whatever the number of threads, ranks or shards.
+A filter is a slice along dimension 0 of a parameter with two or more dimensions; a vector or scalar
+parameter is one filter. Noise belongs to places in the full parameters: a block of it is a run of whole
+filters, sorted by their length. Each block seeds its own generator from (seed, step, stream, replica,
+block), so there is nothing but seed and step to save, the global random state is never touched, and the
+noise is the same whatever the number of threads, ranks or shards.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from steppe.distributed import local
+
+if TYPE_CHECKING:
+    from steppe.frozen import FrozenLinear
 
 T = TypeVar("T")
+Gradients: TypeAlias = Sequence[Tensor | None]
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -76,6 +85,164 @@ def _mix64(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """What norms over tensors of these dtypes are computed in: 64 bits if any has them, else 32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def filter_squares(tensor: Tensor) -> Tensor:
+    """‖·‖² of each filter of one tensor, in at least 32 bits."""
+    rows = local(tensor).reshape(len(tensor) if tensor.dim() > 1 else 1, -1)
+    return rows.to(torch.promote_types(tensor.dtype, torch.float32)).square().sum(1)
+
+
+class Perturbed:
+    """One perturbed parameter and its place among all filters."""
+
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        first: int,
+        offset: tuple[int, ...],
+        always: bool = False,
+        layer: FrozenLinear | None = None,
+    ) -> None:
+        self.name, self.param, self.offset = name, param, offset
+        """`offset`: where this rank's part begins, in each dimension of the full parameter."""
+        self.shape, self.dtype, self.device = param.shape, param.dtype, param.device
+        """The full parameter's, as they were when steppe was attached."""
+        count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
+        self.filter_count, self.filters = count, slice(first, first + count)
+        self.length = param.numel() // max(1, count)  # weights per filter
+        self.always = always
+        """Perturbed also where frozen: nothing trains it."""
+        self.layer = layer
+        """What computes with noise out of place while the parameter is frozen."""
+
+    @property
+    def active(self) -> bool:
+        """In training, frozen parameters are never touched, whenever they were frozen."""
+        return self.always or self.param.requires_grad
+
+    @property
+    def noisy(self) -> bool:
+        """Whether it is perturbed, in place or out of place."""
+        return self.active or self.layer is not None
+
+    @property
+    def values(self) -> Tensor:
+        """The values that this rank holds, as a tensor to write in place."""
+        return local(self.param.detach())
+
+    def check_unconverted(self) -> None:
+        was, now = ((x.dtype, x.device, tuple(x.shape)) for x in (self, self.param))
+        if was != now:
+            before, after = (
+                f"{dtype} on {device}, {shape}," for dtype, device, shape in (was, now)
+            )
+            raise RuntimeError(
+                f"{self.name} was {before} when steppe was attached and is {after} now. Convert the "
+                "model first (model.to(), .double(), .cuda()) and attach after that; now detach() and "
+                "attach again."
+            )
+
+
+class Stretch(NamedTuple):
+    """Filters of one full parameter, first to last, and where they lie in a block of noise."""
+
+    owner: Perturbed
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+def noise_blocks(params: Sequence[Perturbed]) -> list[list[Stretch]]:
+    """Cut parameters, in this order, into blocks of whole filters."""
+    limit = CPU_BLOCK if params[0].device.type == "cpu" else DEVICE_BLOCK
+    blocks: list[list[Stretch]] = [[]]
+    for p in params:
+        first = 0
+        while first < p.filter_count:
+            used = blocks[-1][-1].stop if blocks[-1] else 0
+            room = (limit - used) // p.length
+            if used and not room:
+                blocks.append([])
+                continue
+            last = min(p.filter_count, first + max(1, room))
+            blocks[-1].append(Stretch(p, first, last, used, used + (last - first) * p.length))
+            first = last
+    return blocks
+
+
+def runs_of(rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(number, length) of rows, neighbours of one length taken together."""
+    runs: list[tuple[int, int]] = []
+    for number, length in rows:
+        before = runs.pop()[0] if runs and runs[-1][1] == length else 0
+        runs.append((before + number, length))
+    return runs
+
+
+def matrices(flat: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Flat memory as one matrix for each run of rows of one length."""
+    pieces = flat.split([math.prod(run) for run in runs])
+    return [piece.view(run) for piece, run in zip(pieces, runs, strict=True)]
+
+
+class Member:
+    """What this rank holds of a parameter, and where in flat memory it goes."""
+
+    def __init__(self, owner: Perturbed, start: int) -> None:
+        values = self.values = owner.values
+        self.owner, self.start = owner, start
+        many, strides = values.dim() > 1, values.stride()
+        self.rows = values.shape[0] if many else 1
+        self.length = values.numel() // max(1, self.rows)
+        self.first = owner.offset[0] if many else 0
+        """The first of the parameter's filters that this rank holds any part of."""
+        inner = sorted(range(1, values.dim()), key=lambda d: -strides[d])
+        self.regular = (values.permute(0, *inner) if many else values).is_contiguous()
+        """Whether flat memory has the order of the parameter's own; otherwise that of its indices."""
+        self.inner = inner if many and self.regular else list(range(int(many), values.dim()))
+
+    def view(self, flat: Tensor, start: int, rows: int) -> Tensor:
+        """Some of its rows in flat memory, shaped like the parameter."""
+        shape = (rows, *self.values.shape[1:]) if self.values.dim() > 1 else self.values.shape
+        if self.regular:
+            return flat.as_strided(shape, self.values.stride(), flat.storage_offset() + start)
+        return flat[start : start + rows * self.length].view(shape)
+
+
+class Part:
+    """Rows of a member that lie in one block."""
+
+    def __init__(self, member: Member, stretch: Stretch) -> None:
+        first = max(stretch.first, member.first)
+        last = min(stretch.last, member.first + member.rows)
+        self.member, self.rows, self.first = member, last - first, first - member.first
+        self.begin = member.start + self.first * member.length
+        """Its place in flat memory."""
+        full, mine, offset = member.owner.shape, member.values.shape, member.owner.offset
+        self._noise = slice(stretch.start, stretch.stop)
+        self._full = (stretch.last - stretch.first, *(full[d] for d in member.inner))
+        self._mine = (
+            slice(first - stretch.first, last - stretch.first),
+            *(slice(offset[d], offset[d] + mine[d]) for d in member.inner),
+        )
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor like the member's values."""
+        if self.rows == self.member.rows:
+            return tensor
+        return tensor[self.first : self.first + self.rows]
+
+    def pick(self, noise: Tensor) -> Tensor:
+        """Its values from the noise of the full block."""
+        return noise[self._noise].view(self._full)[self._mine].reshape(-1)
 
 
 class _Generators(threading.local):

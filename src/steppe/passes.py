@@ -1,30 +1,37 @@
-"""Passes run by hand: one at a time (`with run:`), from a loss and its batches, from a closure."""
+"""Passes: what one does while it is under way, and the leaves whose gradients it gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import reduce
-from itertools import pairwise
+import gc
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, reduce
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from steppe.methods import Method
-from steppe.step import EARLY, Running
-from steppe.training import Training
+from steppe.batchnorm import FollowingStatistics, FrozenStatistics
+from steppe.distributed import is_sharded
 
-Closure = Callable[[], Any]
+if TYPE_CHECKING:
+    from steppe.training import Training
+
+EARLY = 2
+"""Steps in which everything is looked at twice, also what costs a wait for the device."""
 
 
 class Run:
-    """One pass, entered and left by the user: `with run: loss_fn(model(x), y).backward()`.
+    """One pass. While it is under way its eps is in the weights, and gradients that arrive are its own.
 
-    `weighs_loss`: its weight is multiplied into the loss by `run.backward`, which reaches every leaf,
-    instead of into the gradients at the leaves that are known.
+    `held`: entered and left by the user, `with run: loss_fn(model(x), y).backward()`; otherwise the
+    model's forward begins it. `weighs_loss`: its weight is multiplied into the loss by `run.backward`,
+    which reaches every leaf, instead of into the gradients at the leaves that are known.
     """
 
     def __init__(
@@ -33,17 +40,33 @@ class Run:
         index: int,
         factor: float,
         *,
+        held: bool = True,
         by_hooks: bool = False,
         weighs_loss: bool = False,
     ) -> None:
         planned = training.method.passes[index]
-        self.index, self.weight = index, planned.weight
-        self.perturbed = planned.perturbation is not None
-        self._training, self._factor = training, factor
+        self.index, self.weight, self.noise = index, planned.weight, planned.perturbation
+        self.perturbed, self.held = self.noise is not None, held
+        self._training, self._of_pass = training, factor
         self._by_hooks, self._weighs_loss = by_hooks, weighs_loss
-        self._scouts = training.method.scouts(index)
-        self._share = factor if weighs_loss and factor and not self._scouts else 1.0
-        self._running: Running | None = None
+        self._scouts = held and training.method.scouts(index)
+        self.share = factor if weighs_loss and factor and not self._scouts else 1.0
+        """What its gradients are multiplied by already, through the loss."""
+        self.factor = 1.0 if self._scouts else factor / self.share
+        """What they are multiplied by as they arrive at the leaves."""
+        self.apart = False
+        """Whether all gradients are its own when backward ends, so that none is looked at before."""
+        self.statistics: FrozenStatistics | FollowingStatistics | None = None
+        self.in_backward = self.end_is_queued = self.learns = False
+        self.reached = False
+        """Whether a gradient arrived at any leaf."""
+        self.own: dict[int, Tensor | None] = {}
+        """Its own gradients, where something is learnt from them, by the number of the parameter; None:
+        what is in `.grad`, where there was nothing before."""
+        self.looked_at = False  # whether these served already
+        self.pull: Tensor | None = None
+        """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
+        self._entered = False
         self._aside: dict[Tensor, Tensor] = {}
         self._quiet: AbstractContextManager[Any] | None = None
 
@@ -54,15 +77,15 @@ class Run:
     def __enter__(self) -> Run:
         training = self._training
         if training.holding is not None:
-            open_run = training.holding.held
-            raise RuntimeError(f"{open_run} is still open; leave it before entering {self}.")
-        if self._running is not None:
+            raise RuntimeError(
+                f"{training.holding} is still open; leave it before entering {self}."
+            )
+        if self._entered:
             raise RuntimeError(f"{self} was entered before; take a new one from passes().")
-        noise = training.method.passes[self.index].perturbation
-        if noise is not None and noise.needs_gradient and not training.step.gradient:
+        if self.noise is not None and self.noise.needs_gradient and not training.step.gradient:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
-        factor = 1.0 if self._scouts else self._factor / self._share
-        apart = self._weighs_loss and factor == 1 and training.several and self._ours()
+        ours = self._weighs_loss and self.factor == 1 and training.several
+        self.apart = ours and self._adds_up()
         if self._scouts:
             if not self._weighs_loss:
                 training.leaves.meet_optimizers()
@@ -70,10 +93,8 @@ class Run:
             self._quiet = training.ranks.scouting()
             self._quiet.__enter__()
         try:
-            self._running = training.begin(
-                self.index, factor, share=self._share, held=self, apart=apart
-            )
-            training.holding = self._running
+            training.begin(self)
+            training.holding, self._entered = self, True
             training.step.by_hooks = self._by_hooks
         except BaseException:
             training.restore()
@@ -83,31 +104,30 @@ class Run:
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss of this pass, scaled as scaler and weights ask."""
-        training = self._training
+        training, leaves = self._training, self._training.leaves
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
-        leaves, running = training.leaves, self._running or Running(self.index)
-        if training.number < EARLY and (self._scouts or running.factor != 1):
+        if training.number < EARLY and (self._scouts or self.factor != 1):
             leaves.meet_graph(loss)
-            if not running.apart:
+            if not self.apart:
                 leaves.watch_all()
             if self._scouts:
                 self._aside |= leaves.set_aside()
         training.step.loss_unscaled |= training.scaler is None
-        loss = loss if self._share == 1 else loss * self._share
+        loss = loss if self.share == 1 else loss * self.share
         loss = loss if training.scaler is None else training.scaler.scale(loss)
         # those from before are added by one operation for all, where autograd would add one by one
-        ours = leaves.have_gradients and (running.apart or self._ours())
+        ours = leaves.have_gradients and (self.apart or self._adds_up())
         before = leaves.set_aside() if ours else {}
         try:
             loss.backward()
-            training.step.backward_ends(running)
+            training.step.backward_ends(self)
         finally:
             if before:
                 leaves.give_back(before)
 
-    def _ours(self) -> bool:
+    def _adds_up(self) -> bool:
         """Whether gradients of passes are put aside for each other and added up by us."""
         return not (self._training.ranks.averages or self._training.leaves.hooked)
 
@@ -126,12 +146,12 @@ class Run:
             self._give_back()
 
     def _close(self) -> None:
-        training, running = self._training, self._running
-        if running is None or training.step.running is not running:
+        training = self._training
+        if training.step.running is not self:
             raise RuntimeError(put_back(self))
-        if training.several and not running.reached:
+        if training.several and not self.reached:
             raise RuntimeError(f"No gradient arrived in {self}; call backward() inside of it.")
-        training.finish(running)
+        training.finish(self)
         if self._scouts:
             training.step.gradient = [slot.param.grad for slot in training.weights.active]
 
@@ -139,11 +159,11 @@ class Run:
         """Give back the gradients that were there before a pass that shows the next one its way."""
         if self._quiet is not None:
             self._quiet.__exit__(None, None, None)
-            self._training.leaves.give_back(self._aside, self._factor)
+            self._training.leaves.give_back(self._aside, self._of_pass)
             self._aside, self._quiet = {}, None
 
 
-def put_back(run: object) -> str:
+def put_back(run: Run) -> str:
     """What is said of a pass whose weights somebody put back."""
     return (
         f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
@@ -151,199 +171,178 @@ def put_back(run: object) -> str:
     )
 
 
-# ---------------------------------------------------------------------- what each pass runs on
+class Leaves:
+    """Every parameter that gets gradients, perturbed or not, whoever trains it: the model's, the
+    optimizer's, and further ones as they are met.
 
-
-class Work(NamedTuple):
-    """The number of a pass to run, the arguments of its loss, and the factor of its gradient."""
-
-    number: int
-    arguments: Sequence[Any]
-    factor: float
-
-
-def deal(method: Method, batches: tuple[Any, ...], only: int | None = None) -> list[Work]:
-    """Which pass runs on what, in order; raises and says what to pass if the number is wrong.
-
-    `only`: the one pass that this rank runs, where passes run on different ranks.
+    A hook on each tells the step of a gradient before it accumulates. Sharded parameters see nothing
+    of autograd: the gathered ones are watched in their place.
     """
-    if only is not None:
-        if len(batches) > 1:
-            raise ValueError(
-                f"{method.name}() runs its passes on different ranks, and every rank brings one batch "
-                f"of its own; got {len(batches)}. Call perturber.backward(loss_of, batch)."
-            )
-        weight = method.passes[only].weight * len(method.passes)
-        return [Work(only, _arguments(batches[0]) if batches else (), weight)]
-    if method.feed == "each":
-        if len(batches) != len(method.passes):
-            names = ", ".join(f"batch{i + 1}" for i in range(len(method.passes)))
-            raise ValueError(
-                f"{method.name}() takes a batch for each of its {len(method.passes)} passes, got "
-                f"{len(batches)}. Call perturber.backward(loss_of, {names})."
-            )
-        return [Work(i, _arguments(batches[i]), p.weight) for i, p in enumerate(method.passes)]
-    sliced = method.m is not None or method.feed == "slices"
-    if len(batches) > 1 or (sliced and not batches):
-        raise ValueError(
-            f"{method.name}() takes one batch, got {len(batches)}. Call "
-            "perturber.backward(loss_of, batch)."
-        )
-    batch = _arguments(batches[0]) if batches else ()
-    if method.feed == "slices":
-        parts = slices(batch, len(method.passes))
-        return [Work(i, part, share) for i, (part, share) in enumerate(parts)]
-    parts = [(batch, 1.0)] if method.m is None else slices(batch, of=method.m)
-    return [
-        Work(i, part, p.weight * share)
-        for part, share in parts
-        for i, p in enumerate(method.passes)
-    ]
 
+    def __init__(self, training: Training) -> None:
+        self._training, perturbed = training, [p.param for p in training.weights.params]
+        self._numbers = {param: number for number, param in enumerate(perturbed)}
+        self._sharded = [param for param in perturbed if is_sharded(param)]
+        self._handles: dict[Tensor, Any] = {}
+        self._all: dict[Tensor, None] = {}
+        self._met_optimizers = False
+        self._first = set(_trained_by(training.optimizer))
+        self._count = self._met = len(self._first)
+        self._meet((*training.model.parameters(), *_trained_by(training.optimizer)))
 
-def slices(
-    batch: Sequence[Any], parts: int | None = None, *, of: int = 1
-) -> list[tuple[Sequence[Any], float]]:
-    """The batch along dimension 0 in so many equal `parts`, or in parts `of` so many samples,
-    each with its share of the samples.
+    def __iter__(self) -> Iterator[Tensor]:
+        groups = self._training.optimizer.param_groups
+        if (count := sum([len(group["params"]) for group in groups])) != self._met:
+            self._meet(_trained_by(self._training.optimizer))
+            self._met = count
+        return iter(self._all)
 
-    Examples:
-        >>> [(part[0].tolist(), share) for part, share in slices([torch.arange(5)], of=4)]
-        [([0, 1, 2, 3], 0.8), ([4], 0.2)]
-    """
-    size = _batch_size(batch)
-    if parts is not None and parts > size:
-        raise ValueError(f"A batch of {size} cannot be cut into {parts} slices.")
-    if parts is None:
-        bounds = [*range(0, size, of), size]
-    else:
-        bounds = [i * size // parts for i in range(parts + 1)]
-    return [
-        (
-            pytree.tree_map(lambda leaf, a=start, b=stop: _rows(leaf, a, b), list(batch)),
-            (stop - start) / size,
-        )
-        for start, stop in pairwise(bounds)
-    ]
+    def _meet(self, params: Iterable[nn.Parameter]) -> None:
+        self._all |= {param: None for param in params if not is_sharded(param)}
 
+    def watch_all(self) -> None:
+        """Watch whatever requires gradients by now: a frozen parameter refuses a hook."""
+        for leaf in self:
+            self.watch(leaf)
 
-def _batch_size(batch: Sequence[Any]) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves(list(batch)) if isinstance(leaf, Tensor)]
-    sizes = {leaf.shape[0] for leaf in leaves if leaf.dim()}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"A batch that is sliced must hold tensors of one size along dimension 0, got sizes "
-            f"{sorted(sizes)}."
-        )
-    return int(sizes.pop())
+    def watch(self, leaf: Tensor, number: int | None = None) -> None:
+        """`number`: of the perturbed parameter that this leaf was gathered from."""
+        if leaf.requires_grad and leaf not in self._handles:
+            number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
+            hook = partial(_arrive, ref(self._training), number, ref(leaf))
+            self._handles[leaf] = leaf.register_hook(hook)
+            self._all[leaf] = None
 
+    def meet_optimizers(self) -> None:
+        """Find what other optimizers train: what none of them holds needs no weighing.
 
-def _rows(leaf: Any, start: int, stop: int) -> Any:
-    return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        torch keeps no list of optimizers, so they are looked for, once, among all objects.
+        """
+        if self._met_optimizers:
+            return
+        self._met_optimizers = True
+        for found in gc.get_referrers(*_kinds(Optimizer)):
+            if isinstance(found, Optimizer) and hasattr(found, "param_groups"):
+                self._meet(_trained_by(found))
 
-
-def _arguments(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, list | tuple) else (batch,)
-
-
-# ---------------------------------------------------------------------- what a loss function gave
-
-
-class Answer(NamedTuple):
-    """What `loss_of` returned in a pass, the factor of that pass, and whether it ran at the true weights."""
-
-    value: Any
-    factor: float
-    clean: bool
+    def meet_graph(self, loss: Tensor) -> None:
+        """Find the leaves of this graph that nobody named (a criterion's weights)."""
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and not is_sharded(leaf):
+                self._all[leaf] = None
+            todo += [following for following, _ in node.next_functions]
 
     @property
-    def loss(self) -> Any:
-        """The loss: all there is, or first in a tuple, or "loss" in a mapping."""
-        if isinstance(self.value, Mapping):
-            return self.value.get("loss")
-        first = isinstance(self.value, list | tuple) and self.value
-        return self.value[0] if first else self.value
+    def gradients(self) -> list[Tensor]:
+        return [grad for leaf in self if (grad := leaf.grad) is not None]
+
+    @property
+    def have_gradients(self) -> bool:
+        return any(leaf.grad is not None for leaf in (*self, *self._sharded))
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody else looks at gradients as they accumulate, and must see sums."""
+        return any(leaf._post_accumulate_grad_hooks for leaf in self)
+
+    def set_aside(self) -> dict[Tensor, Tensor]:
+        """Take all gradients away."""
+        ddp, aside = self._training.ranks.ddp, {}
+        copy = ddp is not None and ddp.gradient_as_bucket_view  # DDP reuses their memory
+        for leaf in (*self, *self._sharded):
+            if (grad := leaf.grad) is not None:
+                aside[leaf] = grad.clone() if copy else grad
+                leaf.grad = None
+        return aside
+
+    @torch.no_grad()
+    def give_back(self, aside: dict[Tensor, Tensor], weight: float | None = None) -> None:
+        """Add gradients that were put aside to those found now (times `weight`), by few operations."""
+        if weight is not None:
+            for leaf in (*self, *self._sharded):
+                if (new := leaf.grad) is not None:
+                    leaf.grad = new * weight if weight else None
+        found = [(leaf, old, leaf.grad) for leaf, old in aside.items()]
+        pairs = [(old, new) for _, old, new in found if new is not None and _plain(old, new)]
+        if pairs:
+            torch._foreach_add_([old for old, _ in pairs], [new for _, new in pairs])
+        for leaf, old, new in found:
+            leaf.grad = old if new is None or _plain(old, new) else old + new
+
+    def added(self) -> list[str]:
+        """Parameters that came to the optimizer after `attach`: trained, but not perturbed."""
+        new = [p for p in _trained_by(self._training.optimizer) if p not in self._first]
+        names = {param: name for name, param in self._training.model.named_parameters()}
+        return [names.get(param, f"a parameter {tuple(param.shape)}") for param in new]
+
+    def notice_added(self) -> None:
+        """Warn once of parameters that came to the optimizer after `attach`."""
+        count = sum(len(group["params"]) for group in self._training.optimizer.param_groups)
+        if count > self._count:
+            warnings.warn(
+                f"{count - self._count} parameters were added to the optimizer after attach(): they "
+                "are trained, but not perturbed. To perturb them too, detach() and attach() again.",
+                stacklevel=2,
+            )
+        self._count = count
+
+    def let_go(self) -> None:
+        """Remove all hooks and forget the model."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles, self._all = {}, {}
 
 
-def joined(answers: Sequence[Answer]) -> Any:
+def _arrive(
+    training: ref[Training], number: int | None, leaf: ref[Tensor], grad: Tensor
+) -> Tensor | None:
+    """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
+    hook back to the parameter runs through C++, where nothing collects it."""
+    alive, param = training(), leaf()
+    return None if alive is None or param is None else alive.step.arrive(number, param, grad)
+
+
+def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether one operation can serve these among others: neither sparse nor sharded."""
+    return all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
+
+
+def _kinds(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_kinds, below))
+
+
+def loss_in(value: Any) -> Any:
+    """The loss in what `loss_of` returned: all of it, or first in a tuple, or "loss" in a mapping."""
+    if isinstance(value, Mapping):
+        return value.get("loss")
+    return value[0] if isinstance(value, list | tuple) and value else value
+
+
+def joined(values: Sequence[Any], factors: Sequence[float], clean: Sequence[bool]) -> Any:
     """The loss that the method minimises, and what stood beside it, without graphs: from the true
     weights where a pass runs at them, as lists where the batch was sliced."""
-    parts = [a.loss.detach() if a.factor == 1 else a.loss.detach() * a.factor for a in answers]
-    total = reduce(torch.add, parts)
-    kept = [a.value for a in answers if a.clean] or [a.value for a in answers]
+    pairs = zip((loss_in(value).detach() for value in values), factors, strict=True)
+    total = reduce(torch.add, [loss if factor == 1 else loss * factor for loss, factor in pairs])
+    kept = [value for value, true in zip(values, clean, strict=True) if true] or list(values)
     if isinstance(kept[0], Tensor):
         return total
     if isinstance(kept[0], Mapping):
-        beside = {k: _together([a[k] for a in kept]) for k in kept[0] if k != "loss"}
+        beside = {k: _together([value[k] for value in kept]) for k in kept[0] if k != "loss"}
         return {"loss": total, **beside}
     return (total, *(_together(parts) for parts in list(zip(*kept, strict=True))[1:]))
 
 
 def _together(parts: Sequence[Any]) -> Any:
-    def without_graph(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-    parts = [pytree.tree_map(without_graph, part) for part in parts]
+    parts = [pytree.tree_map_only(Tensor, Tensor.detach, part) for part in parts]
     return parts[0] if len(parts) == 1 else parts
-
-
-# ---------------------------------------------------------------------- closures
-
-
-def loss_closure(training: Training, closure: Closure) -> Any:
-    """Run all passes over a closure that zeroes gradients and differentiates by itself, once."""
-    method, leaves = training.method, training.leaves
-    if training.step.settled:
-        raise RuntimeError(
-            f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
-            "weight perturbation cannot serve."
-        )
-    if method.feed != "one" or method.m:
-        batches = "batch1, batch2" if method.feed == "each" else "batch"
-        raise RuntimeError(
-            f"{method.name}() cannot take its batches from a closure. Call "
-            f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
-        )
-    training.new_step()  # passes from before the closure do not count, nor do their gradients
-    leaves.set_aside()
-    total: Any = None
-    with _within_step(training):
-        for index, planned in enumerate(method.passes):
-            before = leaves.set_aside()  # the closure zeroes them
-            with Run(training, index, planned.weight), torch.enable_grad():
-                loss = closure()
-            leaves.give_back(before)
-            if planned.weight and not leaves.have_gradients:
-                raise RuntimeError(
-                    "The closure given to optimizer.step() ran no backward, and gradients from "
-                    "before it do not count. Let it call loss.backward(), or step without one."
-                )
-            if planned.weight and loss is not None:
-                part = planned.weight * loss
-                total = part if total is None else total + part
-        training.step.settle()
-    return total
-
-
-def loop_closure(training: Training, closure: Closure) -> Any:
-    """Run a closure whose passes the hooks run, and settle the step."""
-    with _within_step(training):
-        loss, step = closure(), training.step
-        step.idle = loss is None and not step.done
-        if not step.idle:  # a closure that ran no pass and gives no loss skips its step
-            step.settle()
-    return loss
-
-
-@contextmanager
-def _within_step(training: Training) -> Iterator[None]:
-    """Around a closure that the optimizer calls: passes within its step are its own."""
-    training.in_closure = True
-    try:
-        yield
-    except BaseException:
-        training.stepping = 0
-        training.new_step()
-        raise
-    finally:
-        training.in_closure = False

@@ -7,39 +7,41 @@ dictionary of tensors that is allocated when it is attached and passed in at eve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from steppe.layout import filter_squares, local
-from steppe.noise import Draw
-from steppe.schedules import Strength, check_decay, check_nonnegative, strength_at
-from steppe.strength import Steering, one_strength
+from steppe.distributed import local
+from steppe.noise import Draw, Gradients, filter_squares
+from steppe.schedules import (
+    Steering,
+    Strength,
+    check_decay,
+    check_nonnegative,
+    one_strength,
+    strength_at,
+)
 from steppe.weights import Weights
 
 State: TypeAlias = dict[str, list[Tensor]]
-Gradients: TypeAlias = Sequence[Tensor | None]
 Scale: TypeAlias = Tensor | float
 LearnsFrom: TypeAlias = Literal["nothing", "step", "pass"]
 
-STRENGTHS = ("sigma", "ratio", "rho", "rise")
 _SEVERAL = "learns_from = 'pass' in a method of several passes needs it"
 
 
 class Perturbation(ABC):
-    """Base of all perturbations: say how strong, and move the weights by eps.
-
-    Training needs `strength` and `move`. What raises below is needed by some alone, and says by whom.
-    """
+    """Base of all perturbations. Training needs `strength` and `move`; what raises says who needs it."""
 
     needs_gradient: ClassVar[bool] = False
     """True if `move` wants the gradient of the pass before it (SAM): such passes run in sequence."""
     learns_from: ClassVar[LearnsFrom] = "nothing"
     """Whose gradients `learn` wants: the optimizer's at each step, or those of its own pass (the
     same thing where a step has one pass)."""
+    elementwise: ClassVar[bool] = False
+    """True if `collect` notes something for each weight: more than ranks should exchange."""
 
     @abstractmethod
     def strength(self, step: int) -> float:
@@ -70,11 +72,8 @@ class Perturbation(ABC):
         """Learn from the gradients that the optimizer is about to see, each times `scale`."""
         raise self._missing("learn(): learns_from needs it")
 
-    def collect(
-        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
-    ) -> Gradients:
-        """Add to the notes (none in the first pass) what `learn_noted` needs of one pass of several,
-        of its gradients times `scale`."""
+    def collect(self, weights: Weights, grads: Gradients, scale: float) -> Gradients:
+        """Notes for `learn_noted` of one pass of several, its gradients times `scale`; they are added up."""
         raise self._missing(f"collect(): {_SEVERAL}")
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
@@ -95,8 +94,8 @@ class OneStrength(Perturbation):
     _name: str
 
     def __post_init__(self) -> None:
-        given = {name: vars(self)[name] for name in STRENGTHS if name in vars(self)}
-        vars(self)["_name"] = one_strength(**given)
+        names = [name for name in ("sigma", "ratio", "rho", "rise") if name in vars(self)]
+        vars(self)["_name"] = one_strength(**{name: vars(self)[name] for name in names})
 
     def strength(self, step: int) -> float:
         return strength_at(vars(self)[self._name], step, name=self._name)
@@ -119,7 +118,7 @@ class Gaussian(OneStrength):
     `sigma` multiplies the norm per entry, as in the paper. `ratio` fixes the relative displacement
     instead, sigma_j = ratio / sqrt(d_j) for a filter of d_j entries, so that ‖eps_j‖ is about
     ratio ‖w_j‖ whatever the layer's size. `rise` lets the ratio follow the loss rise that is asked
-    for (`steppe.strength`). `isotropic`: std = sigma for every weight.
+    for (`steppe.schedules`). `isotropic`: std = sigma for every weight.
     """
 
     sigma: Strength | None = None
@@ -187,23 +186,18 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         return super().std(weights, state, step) * self.factor(state)
 
     def factor(self, state: State) -> Tensor:
-        """(1 + eta v_j)^(-exponent) per filter. With a rise, v_j and the factor are taken relative to
-        their means over all filters: whatever the loss's unit, and the rise alone sets the noise's size.
-        """
+        """(1 + eta v_j)^(-exponent) per filter. With a rise, v_j and the factor are relative to their
+        means over all filters: whatever the loss's unit, and the rise alone sets the noise's size."""
         (history,) = state["history"]
         if self.rise is None:
             return self.left(history)
         shape = torch.add(history.mean(), history, alpha=self.eta).clamp_(min=1e-30)
         return shape.pow_(-self.exponent).div_(shape.mean())
 
-    def collect(
-        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
-    ) -> Gradients:
+    def collect(self, weights: Weights, grads: Gradients, scale: float) -> Gradients:
         if weights.shards.several:  # gradients of single passes are whole there, not sharded
-            own = [None if g is None else filter_squares(g) * scale**2 for g in grads]
-            return added(noted, own)
-        norms = weights.filter_norms(grads) if scale == 1 else weights.filter_norms(grads) * scale
-        return added(noted, weights.per_parameter(norms.square()))
+            return [None if g is None else filter_squares(g) * scale**2 for g in grads]
+        return weights.per_parameter((weights.filter_norms(grads) * scale).square_())
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         self._learn(weights.per_filter(notes), state["history"][0], scale)
@@ -212,8 +206,7 @@ class AdaptiveGaussian(Adaptive, Gaussian):
         self._learn(weights.filter_norms(grads).square(), state["history"][0], scale)
 
     def _learn(self, squares: Tensor, history: Tensor, scale: Scale) -> None:
-        """A step with any non-finite gradient is dropped whole, without asking the device."""
-        squares = squares * (scale * scale)
+        squares = squares * (scale * scale)  # a step that is not finite is dropped whole
         finite = squares.sum() < torch.inf
         history.copy_(torch.where(finite, self.beta * history + squares, history))
 
@@ -224,9 +217,9 @@ class AdaptiveGaussian(Adaptive, Gaussian):
 @dataclass(frozen=True)
 class ElementwiseGaussian(Adaptive):
     """The paper's first adaptive form: variance sigma² / sqrt(1 + eta v) per element, no norms.
+    The history is a second extra copy of the weights."""
 
-    The history is as large as the weights, which costs a second extra copy of them.
-    """
+    elementwise: ClassVar[bool] = True
 
     sigma: Strength | None = None
     eta: float = 0.1
@@ -247,16 +240,14 @@ class ElementwiseGaussian(Adaptive):
         factors = [self.left(local(h)) * s[0] if h.numel() else h for s, h in pairs]
         return self.even_std(weights, step)[0] * weights.total_norm(factors, weights.params)
 
-    def collect(
-        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
-    ) -> Gradients:
+    def collect(self, weights: Weights, grads: Gradients, scale: float) -> Gradients:
         found = [local(g) for g in grads if g is not None]
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in found]
         squares = torch._foreach_mul(wide, wide) if wide else []
         if wide and scale != 1:
             torch._foreach_mul_(squares, scale**2)
         each = iter(squares)
-        return added(noted, [None if g is None else next(each) for g in grads])
+        return [None if g is None else next(each) for g in grads]
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Scale) -> None:
         weights.decay_and_add(state["history"], notes, self.beta, scale * scale)
@@ -306,7 +297,7 @@ class Ascent(OneStrength):
         weights.add(gradient, per_norm(draw.sign * length, norm), uphill=True)
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        """rho; ASAM's own radius also depends on the gradient, this is the one in scaled space."""
+        """rho; of ASAM the radius in scaled space."""
         if self.rise is not None:
             raise self._missing("radius(): rho = rise / ‖g‖ is known in a step alone")
         return torch.tensor(self.strength(step), dtype=weights.dtype)
@@ -316,8 +307,7 @@ class Ascent(OneStrength):
 class MomentumAscent(OneStrength):
     """MSAM: eps = -rho v / ‖v‖ with v <- momentum v + g over the optimizer's gradients.
 
-    One pass per step. v is kept here rather than read from the optimizer, so that every optimizer
-    will do; it costs a second extra copy of the weights. Before the first step v = 0 and eps = 0.
+    v is kept here, so that every optimizer will do: a second copy of the weights. At first eps = 0.
     """
 
     rho: Strength

@@ -5,49 +5,26 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from steppe.distributed import Ranks
 from steppe.hooks import Hooks
 from steppe.methods import Method
-from steppe.noise import VERSION, Draw
-from steppe.passes import Answer, Run, deal, joined
-from steppe.training import Training
+from steppe.noise import VERSION
+from steppe.passes import Run, joined, loss_in
+from steppe.training import Probe, Training
 
 FORMAT = 1
 """Of the state dict. Raise it when its meaning changes."""
 UNSAID = re.compile(r" at 0x[0-9a-f]+|, rise=None|, merged=False|, defaults=None")
 """What settings leave out: addresses, and fields that other versions do not have."""
-
-PROBE_STREAM = 4095
-"""Noise for `probe`, which must not be the noise of training."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The loss at the true weights and, on average over draws, at perturbed ones."""
-
-    true: float
-    perturbed: float
-    stderr: float
-    """Standard error of `perturbed` over the draws (NaN for a single one)."""
-    samples: int
-
-    @property
-    def rise(self) -> float:
-        """By how much the perturbation raises the loss."""
-        return self.perturbed - self.true
-
-    def __str__(self) -> str:
-        return (
-            f"loss {self.true:.4g} at the true weights, {self.perturbed:.4g} ± {self.stderr:.2g} "
-            f"at perturbed ones (n={self.samples})"
-        )
 
 
 class Perturber:
@@ -94,23 +71,16 @@ class Perturber:
             self._training.leaves.set_aside()
 
     def detach(self) -> None:
-        """Put the true weights back and remove every trace from model and optimizer.
-
-        The perturber keeps its state and no reference to the model.
-        """
+        """Put the true weights back, and remove every trace from model and optimizer."""
         if self._attached:
             self._training.restore()
             self._hooks.remove()
             self._training.let_go()
             self._attached = False
 
-    # ------------------------------------------------------------------ passes by hand
-
     def passes(self) -> Iterator[Run]:
         """The passes of one step, to be entered one after the other:
-
-        `for run, (x, y) in zip(perturber.passes(), batches): with run: loss(x, y).backward()`
-        """
+        `for run, (x, y) in zip(perturber.passes(), batches): with run: loss(x, y).backward()`"""
         self._check_attached()
         training = self._training
         if self.method.m is not None:
@@ -137,9 +107,9 @@ class Perturber:
 
         `loss_of(*batch)` gives the loss of a batch. Methods that use one batch take one (or none:
         `backward(lambda: loss_fn(model(x), y))`), the mixed methods take two. Returns the loss that
-        the method minimises, without its graph. What `loss_of` returns beside it, as a tuple whose
-        first item is the loss or a mapping with "loss", comes back too: from the true weights where
-        the method has such a pass, as a list where it slices the batch.
+        the method minimises, without its graph, and what `loss_of` returns beside it (a tuple, loss
+        first, or a mapping with "loss"): from the true weights where the method has such a pass, as a
+        list where it slices the batch.
         """
         self._check_attached()
         if not callable(loss_of):
@@ -147,53 +117,43 @@ class Perturber:
                 f"backward() takes a function that gives the loss, got {type(loss_of).__name__}. "
                 "Write perturber.backward(lambda: loss_fn(model(x), y))."
             )
-        training = self._training
-        work = deal(self.method, batches, training.ranks.index)
-        training.new_step_if_abandoned()
-        answers = []
+        work = deal(self.method, batches, self.ranks.index)
+        self._training.new_step_if_abandoned()
+        values, clean = [], []
         for number, batch, factor in work:
-            run = Run(training, number, factor, weighs_loss=True)
+            run = Run(self._training, number, factor, weighs_loss=True)
             with run, torch.enable_grad():
-                answers.append(Answer(loss_of(*batch), factor, not run.perturbed))
-                run.backward(answers[-1].loss)
-        return joined(answers)
+                values.append(loss_of(*batch))
+                run.backward(loss_in(values[-1]))
+            clean.append(not run.perturbed)
+        return joined(values, [factor for *_, factor in work], clean)
 
-    # ------------------------------------------------------------------ is it working?
-
+    @torch.no_grad()
     def stats(self) -> dict[str, float]:
         """Step, strength, relative displacement ‖eps‖/‖w‖, adaptive factor (median) and counts.
 
-        Computed when asked, from the current weights: nothing is measured on the way. Any rank may
-        ask alone: of sharded weights the norms are those of the last pass, and what would need an
-        exchange with other ranks is NaN.
+        Computed when asked, from the current weights. Any rank may ask alone: of sharded weights the
+        norms are those of the last pass, and what would need an exchange with other ranks is NaN.
         """
-        shards = self._training.weights.shards
-        shards.silent = True
-        try:
-            return self._stats()
-        finally:
-            shards.silent = False
-
-    def _stats(self) -> dict[str, float]:
         training, weights = self._training, self._training.weights
         stats: dict[str, float] = {"step": self.step, "strength": 0.0, "displacement": 0.0}
-        for noise, state in training.states.items():
-            stats["strength"] = noise.strength(self.step)
-            with torch.no_grad():
+        weights.shards.silent = True
+        try:
+            for noise, state in list(training.states.items())[:1]:
+                stats["strength"] = noise.strength(self.step)
                 size = torch.linalg.vector_norm(weights.filter_norms())
                 try:
                     radius = float(noise.radius(weights, state, self.step))
                 except NotImplementedError:  # an own perturbation need not know it
                     radius = float("nan")
                 if noise.steering is not None:
-                    (memory,) = state["steering"]
-                    names = ("rise", "measured_rise", "measured_rise_stderr", "ramp", "ratio")
-                    found = noise.steering.read(memory, self.step)
-                    stats |= dict(zip(names, found, strict=True))
+                    found = noise.steering.read(state["steering"][0], self.step)
+                    stats |= found._asdict()
                     radius *= found.ratio
                 stats["displacement"] = radius / max(float(size), 1e-30)
                 stats.update(noise.stats(state))
-            break
+        finally:
+            weights.shards.silent = False
         stats["perturbed_parameters"] = sum(s.param.numel() for s in weights.params if s.noisy)
         stats["passes_since_step"] = len(training.step.done)
         stats["incomplete_steps"] = training.incomplete
@@ -208,28 +168,7 @@ class Perturber:
         self._check_attached()
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        passes = self.method.passes
-        index = next((i for i, p in enumerate(passes) if p.perturbation is not None), 0)
-        noise = passes[index].perturbation
-        true = self._look(closure, None)
-        found = []
-        for sample in range(samples):
-            if noise is not None and noise.needs_gradient:
-                self._training.step.gradient = self._gradient(closure)
-            found.append(self._look(closure, index, sample))
-        values = torch.tensor(found, dtype=torch.float64)
-        stderr = float(values.std() / samples**0.5) if samples > 1 else float("nan")
-        return Probe(true, float(values.mean()), stderr, samples)
-
-    def _look(self, closure: Callable[[], Tensor], index: int | None, sample: int = 0) -> float:
-        draw = Draw(self._training.seed + sample, self.step, PROBE_STREAM)
-        with torch.random.fork_rng(), self._training.probe(index, draw), torch.no_grad():
-            return float(closure())
-
-    def _gradient(self, closure: Callable[[], Tensor]) -> list[Tensor | None]:
-        draw, params = Draw(0, 0), [slot.param for slot in self._training.weights.active]
-        with torch.random.fork_rng(), self._training.probe(None, draw), torch.enable_grad():
-            return list(torch.autograd.grad(closure(), params, allow_unused=True))
+        return self._training.probe(closure, samples)
 
     def __repr__(self) -> str:
         training, weights, stats = self._training, self._training.weights, self.stats()
@@ -239,8 +178,14 @@ class Perturber:
         count = sum(slot.param.numel() for slot in perturbed)
         displacement = stats["displacement"]
         known = "unknown" if math.isnan(displacement) else f"= {displacement:.3g}"
+        strength = "strength {strength:g}"
+        if "rise" in stats:
+            strength = (
+                "steered to a loss rise of {rise:g} (ramp {ramp:.2g}, measured {measured_rise:.2g}, "
+                "ratio {ratio:.2g})"
+            )
         lines = [
-            f"{self.method.name} at step {self.step}, {self._strength(stats)}: "
+            f"{self.method.name} at step {self.step}, {strength.format(**stats)}: "
             f"{count:,} weights of {len(perturbed)} parameters in {weights.filters:,} filters, "
             f"expected ‖eps‖/‖w‖ {known}",
         ]
@@ -255,24 +200,15 @@ class Perturber:
             f"  perturbed  {s.name} {tuple(s.shape)}{'' if s.active else ' frozen'}"
             for s in perturbed
         ]
-        left_out = self._skipped | {s.name: "frozen" for s in weights.params if not s.noisy}
-        left_out |= {
-            s.name: "perturb=False in its group" for s in weights.params if s.param in now_out
+        left_out = self._skipped | {
+            s.name: "perturb=False in its group" if s.param in now_out else "frozen"
+            for s in weights.params
+            if s not in perturbed
         }
         added = training.leaves.added()
         left_out |= dict.fromkeys(added, "added to the optimizer after attach()")
         lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)
-
-    def _strength(self, stats: dict[str, float]) -> str:
-        if "rise" not in stats:
-            return f"strength {stats['strength']:g}"
-        return (
-            f"steered to a loss rise of {stats['rise']:g} (ramp {stats['ramp']:.2g}, measured "
-            f"{stats['measured_rise']:.2g}, ratio {stats['ratio']:.2g})"
-        )
-
-    # ------------------------------------------------------------------ save and load
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a run needs to resume bit-exactly: step, seed and history."""
@@ -348,3 +284,67 @@ def _difference(saved: list[Any], here: list[Any]) -> str:
         if list(old) != list(new):
             return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
     return f"{len(saved)} parameters were saved, {len(here)} are attached"
+
+
+def deal(
+    method: Method, batches: Sequence[Any], only: int | None = None
+) -> list[tuple[int, Sequence[Any], float]]:
+    """The number of each pass to run (or of the `only` one that this rank runs), the arguments of its
+    loss, and the factor of its gradient."""
+    name, passes = method.name, method.passes
+    if only is not None:
+        if len(batches) > 1:
+            raise ValueError(
+                f"{name}() runs its passes on different ranks, and every rank brings one batch of its "
+                f"own; got {len(batches)}. Call perturber.backward(loss_of, batch)."
+            )
+        return [(only, _arguments(*batches), passes[only].weight * len(passes))]
+    if method.feed == "each":
+        if len(batches) != len(passes):
+            names = ", ".join(f"batch{i + 1}" for i in range(len(passes)))
+            raise ValueError(
+                f"{name}() takes a batch for each of its {len(passes)} passes, got "
+                f"{len(batches)}. Call perturber.backward(loss_of, {names})."
+            )
+        return [(i, _arguments(batches[i]), p.weight) for i, p in enumerate(passes)]
+    sliced = method.m is not None or method.feed == "slices"
+    if len(batches) > 1 or (sliced and not batches):
+        raise ValueError(
+            f"{name}() takes one batch, got {len(batches)}. Call perturber.backward(loss_of, batch)."
+        )
+    batch = _arguments(*batches)
+    if method.feed == "slices":
+        return [(i, *part) for i, part in enumerate(slices(batch, len(passes)))]
+    parts = [(batch, 1.0)] if method.m is None else slices(batch, of=method.m)
+    return [(i, part, p.weight * share) for part, share in parts for i, p in enumerate(passes)]
+
+
+def slices(
+    batch: Sequence[Any], parts: int | None = None, *, of: int = 1
+) -> list[tuple[Sequence[Any], float]]:
+    """The batch in so many equal `parts`, or parts `of` so many samples, each with its share of them.
+
+    Examples:
+        >>> [(part[0].tolist(), share) for part, share in slices([torch.arange(5)], of=4)]
+        [([0, 1, 2, 3], 0.8), ([4], 0.2)]
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(list(batch)) if isinstance(leaf, Tensor)]
+    sizes = sorted({leaf.shape[0] for leaf in leaves if leaf.dim()})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"A batch that is sliced must hold tensors of one size along dimension 0, got sizes {sizes}."
+        )
+    (size,) = sizes
+    if parts is not None and parts > size:
+        raise ValueError(f"A batch of {size} cannot be cut into {parts} slices.")
+    steps = range(0, size, of) if parts is None else (i * size // parts for i in range(parts))
+
+    def rows(start: int, stop: int, leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    bounds = pairwise([*steps, size])
+    return [(pytree.tree_map(partial(rows, a, b), list(batch)), (b - a) / size) for a, b in bounds]
+
+
+def _arguments(batch: Any = ()) -> Sequence[Any]:
+    return batch if isinstance(batch, list | tuple) else (batch,)

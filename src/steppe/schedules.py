@@ -1,20 +1,60 @@
-"""Schedules: plain functions from the optimizer step to a strength.
+"""Schedules: how strong a perturbation is, over time or by its effect.
 
-Wherever steppe takes a strength, a number (constant) or a schedule is taken. Any callable
-``step -> float`` is a schedule; the three here also know their length, so that whoever knows
-how long training is can fill it in.
+Wherever steppe takes a strength, a number (constant) or a schedule is taken: any callable
+``step -> float``. The three here also know their length, so that whoever knows how long training is
+can fill it in.
+
+A loss rise is a strength by its effect. With eps = r z, the mean of <eps, g(w + eps)> is exactly
+dE[L(w + eps)] / d ln r, whatever z's distribution; half of it is the rise of a quadratic loss. Both
+factors are there anyway while a pass ends, so the rise is measured on the way, and r follows it:
+
+    num  <- .98 num + .02 S       den <- .98 den + .02 r²        C = num / den
+    base <- base exp(clip(ln(sqrt(2 rise / C) / base), ±.05))    at most `bound`; held where C <= 0
+    ramp  = (1 - min(1, q / q0))^2       q: running mean of the pull on the outputs, q0: of ten steps
+    r     = max(base sqrt(ramp), 1e-3)
+
+The ramp keeps the noise away while the net has not learnt anything yet: that is what hurts. A rise
+given as a schedule is taken as written, without it.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 Schedule = Callable[[int], float]
 Strength = float | Schedule
+
+RISE = 0.02
+"""The rise where no strength is given (docs/decisions.md, *Default strengths*): the largest that cost
+accuracy on none of the networks tried, not the best on any one."""
+KEPT = 0.98
+"""Of the running means, per step."""
+FIRST, LEAST, MOST = 0.05, 1e-3, 0.05
+"""The base before anything is known; the least r, for below it nothing is measured; the most that ln
+base changes in a step."""
+OPENING = 10
+"""Steps whose mean pull is what later ones are compared with."""
+PERIOD = 4
+"""After these, one step in so many is measured: what it takes is then little beside a step."""
+STUCK = 100
+"""Steps at the bound after which r is halved."""
+NOTHING = 0.01
+"""Of the rise that is asked for: less than this at the bound, and the loss has another unit."""
+SHUT_AFTER = 500
+BASE = 5
+"""Where the state holds r before the ramp."""
+REST = 8
+"""Every so many steps one runs at the true weights, and it alone updates BatchNorm's statistics."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +194,157 @@ def with_steps(strength: Strength | None, steps: int) -> Strength | None:
     if isinstance(strength, Ramp) and strength.steps is None:
         return replace(strength, steps=steps)
     return strength
+
+
+def one_strength(**given: Strength | None) -> str:
+    """The name of the one strength that was given; raises if it is not one, or not a strength."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if len(chosen) != 1:
+        names = " or ".join(given)
+        got = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "none"
+        raise ValueError(f"Give one strength, {names}; got {got}.")
+    ((name, value),) = chosen.items()
+    check_strength(name, value)
+    return name
+
+
+class Reading(NamedTuple):
+    """What the steering knows, as plain numbers."""
+
+    rise: float
+    measured_rise: float
+    measured_rise_stderr: float
+    ramp: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Holds the loss rise of a perturbation at `rise` by its factor r, relative displacement.
+
+    The state is one small vector: num, den, running mean of S², num and den with slower means, base,
+    pull, first pull, steps seen, steps at the bound, times halved, r.
+    """
+
+    rise: Strength
+    bound: float = 0.5
+    power: int = 2
+    linear: bool = False
+    """Of an ascent, whose rise is its slope; r is not used, rho = rise / ‖g‖ is known directly."""
+
+    def __post_init__(self) -> None:
+        check_strength("rise", self.rise)
+
+    @property
+    def ramped(self) -> bool:
+        return not callable(self.rise)
+
+    def asked(self, step: int) -> float:
+        return strength_at(self.rise, step, name="rise")
+
+    def init(self, like: Tensor) -> Tensor:
+        state = like.new_zeros(12)
+        state[BASE], state[6], state[11] = FIRST, 1.0, LEAST if self.ramped else FIRST
+        return state
+
+    def ramp(self, state: Tensor) -> Tensor:
+        """How far the noise is let in: 0 in the first steps, 1 when nothing pulls any longer."""
+        root = self._root(state[6], state[7])
+        return root * root
+
+    def _root(self, pull: Tensor, first: Tensor) -> Tensor:
+        """The root of the ramp; 0 while the opening's mean, and so `pull`, is still the first."""
+        if not self.ramped:
+            return torch.ones_like(pull)
+        left = (pull / first.clamp_min(1e-30)).clamp_(max=1.0)
+        return (1 - left).pow_(self.power / 2)
+
+    def factor(self, state: Tensor) -> Tensor:
+        """r, on the device: the same on every rank, whether it perturbs or not."""
+        return state[11]
+
+    def update(
+        self, state: Tensor, slope: Tensor, pull: Tensor, step: int, elapsed: int = 1
+    ) -> None:
+        """Learn from one step, `elapsed` steps after the last: `slope` is S, `pull` the sum of |dL/dz|
+        over the outputs. A step that is not finite changes nothing."""
+        new_weight, most = 1 - KEPT**elapsed, math.exp(MOST * elapsed)
+        slope, pull = slope.to(state), pull.to(state)
+        base, q, first, seen, stuck, halved, r = state[5:].unbind()
+        new = torch.stack([slope, r * r, slope * slope])
+        means, slow = state[:3].lerp(new, new_weight), state[3:5].lerp(new[:2], new_weight / 2)
+        curvature, before = means[0] / means[1], slow[0] / slow[1]
+        # a loss that saturates looks ever flatter the stronger the noise: no reason for more of it
+        flatter = curvature < before.clamp_min(1e-30) / 2
+        wanted = (2 * self.asked(step) / curvature.clamp_min(1e-30)).sqrt_()
+        highest = torch.where(flatter, base, base * most).clamp_(max=self.bound)
+        base = torch.minimum(wanted, highest).maximum(base / most)
+        stuck = (stuck + elapsed) * (base >= self.bound)
+        halve = stuck >= STUCK
+        base = torch.where(halve, base / 2, base)
+        seen = seen + 1
+        opening = seen <= OPENING  # the first steps' mean, then a running one
+        q = q.lerp(pull, torch.where(opening, 1 / seen, new_weight))
+        first = torch.where(opening, q, first)
+        r = (base * self._root(q, first)).clamp_(min=LEAST)
+        parts = [base, q, first, seen, stuck.masked_fill(halve, 0.0), halved + halve, r]
+        found = torch.cat([means, slow, torch.stack(parts)])
+        state.copy_(torch.where(found.abs().amax() < torch.inf, found, state))
+
+    def read(self, state: Tensor, step: int) -> Reading:
+        """For `stats()` and `print(perturber)`: waits for the device."""
+        num, square, seen = (float(state[n]) for n in (0, 2, 8))
+        late = max(0.0, seen - OPENING)
+        weight = 1 - KEPT ** (seen + (PERIOD - 1) * late)
+        mean = num / weight if weight else float("nan")
+        spread = max(0.0, square / weight - mean * mean) if weight else float("nan")
+        kept = KEPT**PERIOD
+        effective = max(1.0, min(seen, (1 + kept) / (1 - kept)))
+        ramp, ratio = float(self.ramp(state)), float(state[11])
+        stderr = (spread / effective) ** 0.5
+        half = 1.0 if self.linear else 0.5
+        return Reading(self.asked(step), half * mean, half * stderr, ramp, ratio)
+
+    def warn(self, state: Tensor, step: int, halvings: int) -> int:
+        """Say what does not work, now and then (it waits for the device); the halvings so far."""
+        found, reading = int(state[10]), self.read(state, step)
+        # at the bound of a net that fits its data under the noise nothing is wrong: it is flat
+        fits = (
+            reading.measured_rise > NOTHING * reading.rise and float(state[6]) < float(state[7]) / 2
+        )
+        if found > halvings and not fits:
+            warnings.warn(
+                f"A loss rise of {reading.rise:g} cannot be held: the relative displacement stood at "
+                f"its bound of {self.bound:g} for {STUCK} steps and was halved. The loss may be in a "
+                "small unit, or saturate under noise: ask for a smaller rise.",
+                stacklevel=2,
+            )
+        if SHUT_AFTER < step < SHUT_AFTER + 100 and self.ramped and (ramp := reading.ramp) < 0.05:
+            warnings.warn(
+                f"After {step} steps the perturbation is still almost off (ramp {ramp:.2g}): the loss "
+                "pulls on the outputs as at the start, so there is nothing to regularise yet. Give the "
+                "rise as a schedule to perturb nevertheless: rise=steppe.constant(0.05).",
+                stacklevel=2,
+            )
+        return found
+
+
+def watch_pull(run: Any, output: Any) -> bool:
+    """Measure in `run.pull` how hard the loss pulls on the outputs: for a mean cross-entropy twice the
+    mean of 1 - p. Whether nothing but a loss is seen, whose value stands for the pull then."""
+    if isinstance(output, Mapping) and output.get("logits") is not None:
+        output = output["logits"]  # of models that return their loss beside them
+    leaves = pytree.tree_leaves(output)
+    tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    outputs = [t for t in tensors if t.numel() > 1]
+
+    def add(gradient: Tensor) -> None:
+        wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
+        pull = gradient.detach().abs().sum(dtype=wide)
+        run.pull = pull if run.pull is None else run.pull + pull
+
+    for tensor in outputs:
+        tensor.register_hook(add)
+    if not outputs and tensors:
+        run.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
+    return not outputs

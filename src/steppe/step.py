@@ -3,8 +3,6 @@
 A `Step` is made new for each step of the optimizer and is the only thing that knows about it:
 
     open -> (pass under way -> open) * n -> settled
-
-`Training` replaces it when the optimizer has stepped, or when its gradients were thrown away.
 """
 
 from __future__ import annotations
@@ -12,50 +10,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from steppe.batchnorm import FollowingStatistics, FrozenStatistics
-from steppe.perturbations import Gradients, Perturbation
-from steppe.strength import OPENING, PERIOD, REST
+from steppe.noise import Gradients
+from steppe.passes import Run
+from steppe.perturbations import Perturbation, added
+from steppe.schedules import OPENING, PERIOD, REST
 
 if TYPE_CHECKING:
     from steppe.training import Training
-
-EARLY = 2
-"""Steps in which everything is looked at twice, also what costs a wait for the device."""
-
-
-@dataclass(eq=False)
-class Running:
-    """A pass under way: its eps is in the weights, and the gradients that arrive are its own."""
-
-    index: int
-    factor: float = 1.0
-    """What its gradients are multiplied by as they arrive at the leaves."""
-    share: float = 1.0
-    """What they are multiplied by already, through the loss."""
-    held: object = None
-    """What the user holds open (`with run:`); None where the model's forward began the pass."""
-    apart: bool = False
-    """Whether all gradients are its own when backward ends, so that none is looked at before."""
-    statistics: FrozenStatistics | FollowingStatistics | None = None
-    in_backward: bool = False
-    end_is_queued: bool = False
-    reached: bool = False
-    """Whether a gradient arrived at any leaf."""
-    learns: bool = False
-    own: dict[int, Tensor | None] = field(default_factory=dict)
-    """Its own gradients, where something is learnt from them, by the number of the parameter; None:
-    what is in `.grad`, where there was nothing before."""
-    looked_at: bool = False
-    """Whether these served already."""
-    pull: Tensor | None = None
-    """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
 
 
 class Step:
@@ -63,7 +31,7 @@ class Step:
 
     def __init__(self, training: Training) -> None:
         self._training, number = training, training.number
-        self.running: Running | None = None
+        self.running: Run | None = None
         self.by_hooks = True
         """Whether the passes run over micro-batches of an unchanged loop; explicit ones otherwise."""
         self.gradient: Gradients = []
@@ -78,8 +46,7 @@ class Step:
         """Whether the loss rise is measured."""
         alone = not (training.several or training.ranks.averages)
         self.meters_passes = self.metered and not (alone or training.weights.shards.several)
-        """Whether it is measured on each pass's own gradient: those of others add to it, of other
-        passes or of other ranks. Sharded gradients are there as a whole only."""
+        """Whether on each pass's own gradient (sharded ones are there as a sum only)."""
         self.pull_is_loss = False
         """Whether nothing but a loss is seen of the model, and its value stands for the pull."""
         self._forget()
@@ -94,36 +61,33 @@ class Step:
         self._frozen_slope: Tensor | float = 0.0
         self._seen: list[tuple[int, int]] = []
 
-    # ------------------------------------------------------------------ while a pass runs
-
-    def open(self, running: Running) -> None:
+    def open(self, run: Run) -> None:
         """Gradients that arrive from now on belong to this pass."""
-        self.running, training = running, self._training
-        if running.factor != 1:
+        self.running, training = run, self._training
+        if run.factor != 1:
             training.leaves.meet_optimizers()
-        if (training.several or self.meters_passes) and not running.apart:
+        if (training.several or self.meters_passes) and not run.apart:
             training.leaves.watch_all()
-        noise = training.method.passes[running.index].perturbation
-        running.learns = (self.meters_passes and bool(training.weights.moved)) or (
-            training.several and noise is not None and noise.learns_from == "pass"
+        run.learns = (self.meters_passes and bool(training.weights.moved)) or (
+            training.several and run.noise is not None and run.noise.learns_from == "pass"
         )
 
-    def backward_begins(self, running: Running) -> None:
+    def backward_begins(self, run: Run) -> None:
         """The first gradient of a pass is there. Called once a pass, before anything accumulates."""
-        running.in_backward = True
-        if not running.held and self.abandoned():
+        run.in_backward = True
+        if not run.held and self.abandoned():
             self._forget()  # gradients were thrown away between forward and backward
 
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
-        running = self.running
-        if running is None or running.apart:
+        run = self.running
+        if run is None or run.apart:
             return None
-        if not running.in_backward:
-            self.backward_begins(running)
-        running.reached = True
-        factor, own = running.factor, running.own
-        if number is not None and running.learns:
+        if not run.in_backward:
+            self.backward_begins(run)
+        run.reached = True
+        factor, own = run.factor, run.own
+        if number is not None and run.learns:
             if number not in own:  # to keep `grad` would make autograd copy it
                 free = factor == 1 and leaf.grad is None and not self._training.ranks.averages
                 own[number] = None if free else grad
@@ -134,58 +98,54 @@ class Step:
         # never `grad * 0`: an overflow in a pass that does not count must not become NaN
         return torch.zeros_like(grad) if factor == 0 else grad * factor
 
-    def close(self, running: Running) -> None:
+    def close(self, run: Run) -> None:
         """The backward of a pass came to an end, with its eps still in the weights: it counts."""
         several = self._training.several
-        if several and not running.reached:
+        if several and not run.reached:
             return  # a backward that reached no parameter (for an adversarial input) is not a pass
-        self._look(running)
-        if self.metered and not (running.looked_at and self.meters_passes):
-            self._meter(running)
-        self.done.append(running.index)
+        self._look(run)
+        if self.metered and not (run.looked_at and self.meters_passes):
+            self._meter(run)
+        self.done.append(run.index)
         if several:
             self._seen = self._marks()
 
-    def backward_ends(self, running: Running) -> None:
+    def backward_ends(self, run: Run) -> None:
         """`.grad` is about to become a sum with the gradients of passes before."""
-        if running.apart:
-            running.reached = self._training.leaves.have_gradients
-            numbers = range(len(self._training.weights.params)) if running.learns else ()
-            running.own = dict.fromkeys(numbers)
-        self._look(running)
+        if run.apart:
+            run.reached = self._training.leaves.have_gradients
+            run.own = dict.fromkeys(range(len(self._training.weights.params) * run.learns))
+        self._look(run)
 
-    def _look(self, running: Running) -> None:
-        """Take what is learnt from the pass's own gradients, and let go of them: they are a copy of
-        the weights."""
-        if running.own:
+    def _look(self, run: Run) -> None:
+        """Take what is learnt from the pass's own gradients, and let go of that copy of the weights."""
+        if run.own:
             if self.meters_passes:
-                self._meter(running)
-            if self._training.several:
-                self._note(running)
-            running.own, running.looked_at = {}, True
+                self._meter(run)
+            self._note(run)
+            run.own, run.looked_at = {}, True
 
-    def _own(self, running: Running) -> list[Tensor | None]:
+    def _own(self, run: Run) -> list[Tensor | None]:
         """The pass's own gradient of each perturbed parameter."""
-        own = running.own
+        own = run.own
         return [
             None if n not in own else p.param.grad if (grad := own[n]) is None else grad
             for n, p in enumerate(self._training.weights.params)
         ]
 
-    def _meter(self, running: Running) -> None:
+    def _meter(self, run: Run) -> None:
         """Measure, while eps is still there, what it did to the loss."""
-        training, weights = self._training, self._training.weights
-        if running.pull is not None:
-            self.pulls.append(running.pull if self.pull_is_loss else running.pull / running.share)
-        noise = training.method.passes[running.index].perturbation
-        if noise is None or noise.steering is None or not weights.away:
+        weights = self._training.weights
+        if run.pull is not None:
+            self.pulls.append(run.pull if self.pull_is_loss else run.pull / run.share)
+        if (noise := run.noise) is None or noise.steering is None or not weights.away:
             return
         frozen = weights.frozen.slope(weights.sizes)
         if self.meters_passes:
-            own = dict(zip(weights.params, self._own(running), strict=True))
+            own = dict(zip(weights.params, self._own(run), strict=True))
             slope = weights.dot_eps([own[p] for p in weights.moved])
             slope = slope if frozen is None else slope + frozen
-            self.slopes.setdefault(noise, []).append(slope / running.share)
+            self.slopes.setdefault(noise, []).append(slope / run.share)
             return
         slope = weights.dot_eps([p.param.grad for p in weights.moved])  # all so far, at this eps
         if frozen is not None:
@@ -194,32 +154,24 @@ class Step:
         self.slopes[noise] = [slope]
 
     @torch.no_grad()
-    def _note(self, running: Running) -> None:
-        noise = self._training.method.passes[running.index].perturbation
-        if noise is None or noise.learns_from != "pass":
+    def _note(self, run: Run) -> None:
+        noise = run.noise
+        if noise is None or noise.learns_from != "pass" or not self._training.several:
             return
-        noted, undo = self.notes.get(noise, []), 1 / running.share  # it is in the loss
-        grads = self._own(running)
-        self.notes[noise] = noise.collect(self._training.weights, grads, noted, undo)
-
-    # ------------------------------------------------------------------ between passes
+        new = noise.collect(self._training.weights, self._own(run), 1 / run.share)
+        self.notes[noise] = added(self.notes.get(noise, []), new)
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(id(g), g._version) for g in self._training.leaves.gradients]
 
     def abandoned(self) -> bool:
-        """Whether all gradients are None or zero although passes ran: a new step begins.
-
-        Values are looked at only if somebody wrote the gradients since the last pass, so that an
-        ordinary accumulation never waits for the device.
-        """
+        """Whether all gradients are None or zero although passes ran: a new step begins. Values are
+        looked at, which waits for the device, only if somebody wrote them since the last pass."""
         if not self.done or not self._training.several:
             return False
         if (marks := self._marks()) == self._seen and marks:
             return False
         return not any(bool(g.any()) for g in self._training.leaves.gradients)
-
-    # ------------------------------------------------------------------ before the update
 
     def settle(self) -> None:
         """Everything that must happen between the last backward and the optimizer's update."""
@@ -279,8 +231,6 @@ class Step:
             return 1.0
         one_each = self.by_hooks or training.ranks.index is not None
         return len(self.done) / (1 if one_each else len(training.method.passes))
-
-    # ------------------------------------------------------------------ what is learnt
 
     @torch.no_grad()
     def _learn(self) -> None:
@@ -354,3 +304,48 @@ class Step:
             weight = sum(p.weight for p in training.method.passes if p.perturbation == noise)
             factor *= (ranks.columns if ranks.noise == "rank" else 1) / weight if weight else 0.0
         return factor
+
+
+def loss_closure(training: Training, closure: Callable[[], Any]) -> Any:
+    """Run all passes over a closure that zeroes gradients and differentiates by itself, once."""
+    method, leaves = training.method, training.leaves
+    if training.step.settled:
+        raise RuntimeError(
+            f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
+            "weight perturbation cannot serve."
+        )
+    if method.feed != "one" or method.m:
+        batches = "batch1, batch2" if method.feed == "each" else "batch"
+        raise RuntimeError(
+            f"{method.name}() cannot take its batches from a closure. Call "
+            f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
+        )
+    training.new_step()  # passes from before the closure do not count, nor do their gradients
+    leaves.set_aside()
+    total: Any = None
+    with training.running_closure():
+        for index, planned in enumerate(method.passes):
+            before = leaves.set_aside()  # the closure zeroes them
+            with Run(training, index, planned.weight), torch.enable_grad():
+                loss = closure()
+            leaves.give_back(before)
+            if planned.weight and not leaves.have_gradients:
+                raise RuntimeError(
+                    "The closure given to optimizer.step() ran no backward, and gradients from "
+                    "before it do not count. Let it call loss.backward(), or step without one."
+                )
+            if planned.weight and loss is not None:
+                part = planned.weight * loss
+                total = part if total is None else total + part
+        training.step.settle()
+    return total
+
+
+def loop_closure(training: Training, closure: Callable[[], Any]) -> Any:
+    """Run a closure whose passes the hooks run, and settle the step."""
+    with training.running_closure():
+        loss, step = closure(), training.step
+        step.idle = loss is None and not step.done
+        if not step.idle:  # a closure that ran no pass and gives no loss skips its step
+            step.settle()
+    return loss

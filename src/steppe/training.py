@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from steppe.batchnorm import (
     FollowingStatistics,
@@ -20,16 +18,19 @@ from steppe.batchnorm import (
     tracked_norms,
 )
 from steppe.distributed import Ranks
-from steppe.leaves import Leaves
 from steppe.methods import Method
 from steppe.noise import Draw
+from steppe.passes import EARLY, Leaves, Run
 from steppe.perturbations import Perturbation, State
-from steppe.step import EARLY, Running, Step
-from steppe.strength import REST
+from steppe.schedules import REST
+from steppe.step import Step
 from steppe.weights import Weights
 
 MicrobatchLoss = Literal["mean", "sum"]
 OnIncomplete = Literal["warn", "raise"]
+
+PROBE_STREAM = 4095
+"""Noise for `probe`, which must not be the noise of training."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,28 @@ class Loop:
     closure: Literal["loss", "loop"] = "loss"
     """A closure given to `optimizer.step`: the loss for all passes, or a piece of an unchanged loop
     whose passes the hooks run (Lightning's is)."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The loss at the true weights and, on average over draws, at perturbed ones."""
+
+    true: float
+    perturbed: float
+    stderr: float
+    """Standard error of `perturbed` over the draws (NaN for a single one)."""
+    samples: int
+
+    @property
+    def rise(self) -> float:
+        """By how much the perturbation raises the loss."""
+        return self.perturbed - self.true
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.true:.4g} at the true weights, {self.perturbed:.4g} ± {self.stderr:.2g} "
+            f"at perturbed ones (n={self.samples})"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -91,11 +114,11 @@ class Training:
         self.stepping = 0
         """How deep in the optimizer's step: a subclass may call `super().step()`."""
         self.in_closure = self.probing = False
-        self.holding: Running | None = None
+        self.holding: Run | None = None
         """The pass that the user holds open (`with run:`), also after its weights were put back."""
         self.leaves = Leaves(self)
         self.step = Step(self)
-        self._marks: tuple[object, ...] | None = None
+        self.marks: tuple[object, ...] | None = None
         self._unaccounted = 0
         self._passed = False
         """Whether a pass ran since the last step of the optimizer."""
@@ -116,18 +139,8 @@ class Training:
             losses = losses if self.microbatch_loss == "mean" else 1
         return index, passes[index].weight * losses
 
-    # ------------------------------------------------------------------ moving the weights
-
-    def begin(
-        self,
-        index: int,
-        factor: float = 1.0,
-        *,
-        share: float = 1.0,
-        held: object = None,
-        apart: bool = False,
-    ) -> Running:
-        """Put the eps of a pass into the weights and weigh its gradients by `factor`."""
+    def begin(self, run: Run) -> None:
+        """Put the eps of a pass into the weights and weigh its gradients by its factor."""
         self.restore()
         if self.stepping and not self.in_closure:  # the optimizer's step raised
             self.stepping = 0
@@ -140,21 +153,17 @@ class Training:
                 "state_dict(), or give the rise as a schedule (rise=steppe.constant(0.05)).",
                 stacklevel=2,
             )
-        running = Running(index, factor, share, held, apart=apart)
-        self.step.running = running
+        self.step.running = run
         try:
-            if self.method.passes[index].perturbation is not None:
-                if self.step.resting:
-                    running.statistics = FollowingStatistics(self.model, self.number // REST)
-                else:
-                    if self._freezes:
-                        running.statistics = FrozenStatistics(self.model)
-                    self.move(index, self._draw(index))
-            self.step.open(running)
+            if run.perturbed and self.step.resting:
+                run.statistics = FollowingStatistics(self.model, self.number // REST)
+            elif run.perturbed:
+                run.statistics = FrozenStatistics(self.model) if self._freezes else None
+                self.move(run.index, self._draw(run.index))
+            self.step.open(run)
         except BaseException:
             self.restore()
             raise
-        return running
 
     def _draw(self, index: int) -> Draw:
         planned = self.method.passes[index]
@@ -189,33 +198,33 @@ class Training:
 
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
-        running, self.step.running = self.step.running, None
-        if running is not None and running.statistics is not None:
-            running.statistics.thaw()
+        run, self.step.running = self.step.running, None
+        if run is not None and run.statistics is not None:
+            run.statistics.thaw()
         if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
             finally:
                 torch.clear_autocast_cache()
-                self._marks = self.weights.marks()
+                self.marks = self.weights.marks()
 
-    def finish(self, running: Running) -> None:
+    def finish(self, run: Run) -> None:
         """The backward of a pass is over: put the weights back and count it."""
-        if self.step.running is running:
+        if self.step.running is run:
             try:
                 self.weights.frozen.check_ran()
-                self.step.close(running)
+                self.step.close(run)
             finally:
-                self._marks = None
+                self.marks = None
                 self.restore()
-            self._marks, self._passed = self._marks or self.weights.marks(), True
+            self.marks, self._passed = self.marks or self.weights.marks(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
-        if not self._passed or self._marks is None:
+        if not self._passed or self.marks is None:
             return
-        before, self._marks = self._marks, self.weights.marks()
-        self._unaccounted += self._marks != before
+        before, self.marks = self.marks, self.weights.marks()
+        self._unaccounted += self.marks != before
         if self._unaccounted > 1:
             raise RuntimeError(
                 "The weights were updated twice without a step of the attached "
@@ -224,33 +233,61 @@ class Training:
                 "optimizer.step() alone."
             )
 
-    def forget_marks(self) -> None:
-        """Somebody writes the weights who may (`load_state_dict`, the optimizer)."""
-        self._marks = None
+    def probe(self, closure: Callable[[], Tensor], samples: int) -> Probe:
+        """The loss at the true weights and at `samples` draws, without a trace in the run."""
+        passes = self.method.passes
+        index = next((i for i, p in enumerate(passes) if p.perturbation is not None), 0)
+        noise = passes[index].perturbation
+        with self._probing(None), torch.no_grad():
+            true = float(closure())
+        found = []
+        for sample in range(samples):
+            if noise is not None and noise.needs_gradient:
+                params = [slot.param for slot in self.weights.active]
+                with self._probing(None), torch.enable_grad():
+                    grads = torch.autograd.grad(closure(), params, allow_unused=True)
+                self.step.gradient = list(grads)
+            with self._probing(index, sample), torch.no_grad():
+                found.append(float(closure()))
+        values = torch.tensor(found, dtype=torch.float64)
+        stderr = float(values.std() / samples**0.5) if samples > 1 else float("nan")
+        return Probe(true, float(values.mean()), stderr, samples)
 
     @contextmanager
-    def probe(self, index: int | None, draw: Draw) -> Iterator[None]:
-        """The weights of a pass (None: the true ones) for a look, without a trace in the run."""
-        self.restore()
-        self.probing = True
-        frozen = FrozenStatistics(self.model)
-        try:
-            if index is not None:
-                self.move(index, draw)
-            yield
-            self.weights.frozen.check_ran()
-        finally:
+    def _probing(self, index: int | None, sample: int = 0) -> Iterator[None]:
+        """The weights of a pass (None: the true ones), the same random numbers every time."""
+        with torch.random.fork_rng():
             self.restore()
-            frozen.thaw()
-            self.probing = False
+            self.probing = True
+            frozen = FrozenStatistics(self.model)
+            try:
+                if index is not None:
+                    self.move(index, Draw(self.seed + sample, self.number, PROBE_STREAM))
+                yield
+                self.weights.frozen.check_ran()
+            finally:
+                self.restore()
+                frozen.thaw()
+                self.probing = False
 
-    # ------------------------------------------------------------------ the optimizer's step
+    @contextmanager
+    def running_closure(self) -> Iterator[None]:
+        """Around a closure that the optimizer calls: passes within its step are its own."""
+        self.in_closure = True
+        try:
+            yield
+        except BaseException:
+            self.stepping = 0
+            self.new_step()
+            raise
+        finally:
+            self.in_closure = False
 
     def step_taken(self) -> None:
         if not self.step.idle:
             self.number += 1
             self._unaccounted, self._passed = 0, False
-        self.forget_marks()
+        self.marks = None
         self.new_step()
 
     def loss_scale(self) -> Tensor | float:
@@ -277,7 +314,7 @@ class Training:
                 "attach(..., scaler=scaler)."
             )
 
-    def compare_losses(self, running: Running, gradient: Tensor) -> None:
+    def compare_losses(self, run: Run, gradient: Tensor) -> None:
         """Warn where micro-batches look like different losses (a discriminator's real and fake):
         in two steps, their gradients have one sign each, and not the same."""
         if gradient.dim() == 0 or gradient.numel() != gradient.shape[0] or gradient.is_meta:
@@ -285,7 +322,7 @@ class Training:
         low, high = float(gradient.min()), float(gradient.max())
         if low < 0 < high or low == high == 0:
             return
-        self.signs.append((self.number, running.index, high > 0))
+        self.signs.append((self.number, run.index, high > 0))
         steps, passes, signs = (set(column) for column in zip(*self.signs, strict=True))
         by_pass = {entry[1:] for entry in self.signs}
         if len(steps) == EARLY and len(by_pass) == len(passes) and len(signs) == 2:
@@ -298,31 +335,10 @@ class Training:
             )
             self.signs.clear()
 
-    def watch_pull(self, running: Running, output: Any) -> None:
-        """Measure how hard the loss pulls on the outputs: for a mean cross-entropy twice the mean of
-        1 - p. Models that return their loss beside logits are watched at the logits."""
-        if self.loop.outputs is not None:
-            output = self.loop.outputs(output)
-        if isinstance(output, Mapping) and output.get("logits") is not None:
-            output = output["logits"]
-        leaves = pytree.tree_leaves(output)
-        tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-        outputs = [t for t in tensors if t.numel() > 1]
-        for tensor in outputs:
-            tensor.register_hook(partial(_add_pull, running))
-        self.step.pull_is_loss = not outputs
-        if not outputs and tensors:
-            running.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
-
     def let_go(self) -> None:
         """Forget the model: a perturber that is kept must not keep a DDP object alive."""
         self.leaves.let_go()
+        self.statistics.let_go()
         self.ranks.let_go()
         self.weights.free()
         self.model = nn.Module()
-
-
-def _add_pull(running: Running, gradient: Tensor) -> None:
-    wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
-    pull = gradient.detach().abs().sum(dtype=wide)
-    running.pull = pull if running.pull is None else running.pull + pull

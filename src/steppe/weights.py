@@ -13,10 +13,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from steppe.flat import Block, Flat, FlatMemory, Memory, by_block, decay_and_add
+from steppe.distributed import Shards, local
+from steppe.flat import Block, Flat, FlatMemory, Given, Memory, by_block, decay_and_add
 from steppe.frozen import FrozenLayers, FrozenLinear
-from steppe.layout import ALREADY, Perturbed, Shards, Watch, group_factors, local, repeated, widest
-from steppe.noise import Draw
+from steppe.noise import Draw, Gradients, Perturbed, widest
 
 _away: WeakSet[Weights] = WeakSet()
 """Who has moved weights at present: two must never move the same ones."""
@@ -42,30 +42,26 @@ class Weights:
         self.params: list[Perturbed] = []
         self.filters = 0
         for name, param in named:
-            count = (param.shape[0] if param.dim() > 1 else 1) if param.numel() else 0
-            place = slice(self.filters, self.filters + count)
-            at, kind = self.shards.offset(param), (param.shape, param.dtype, param.device)
-            more = (optimizer is None, self.frozen.of.get(param))
-            self.params.append(Perturbed(name, param, place, at, *kind, *more))
-            self.filters += count
+            offset, layer = self.shards.offset(param), self.frozen.of.get(param)
+            p = Perturbed(name, param, self.filters, offset, optimizer is None, layer)
+            self.params.append(p)
+            self.filters += p.filter_count
         self.device = self.params[0].device if self.params else torch.device("cpu")
         self.dtype = widest(p.dtype for p in self.params)
-        self.sizes = repeated(self.params, [float(p.length) for p in self.params], self.dtype)
+        self.sizes = self._repeated([float(p.length) for p in self.params])
         self._per_entry = self.sizes.rsqrt()
         self.gain: Tensor | None = None
         """A scalar on the device that multiplies the std of all noise."""
         self.moved: list[Perturbed] = []
         """The parameters that are away from their true values, in the order of `params`."""
         self._flat = FlatMemory(self.params, self.sizes)
+        self.marks = self._flat.marks
         self.frozen.place(self.params, self._flat.noise)
         self._written = False
-        self._watch = Watch(self.params)
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
         self._known_norms = torch.full_like(self.sizes, torch.nan)
         if self.shards.several:
             self.filter_norms()
-
-    # ------------------------------------------------------------------ what there is
 
     @property
     def active(self) -> list[Perturbed]:
@@ -73,15 +69,10 @@ class Weights:
 
     @property
     def away(self) -> bool:
-        """Whether a perturbation is at work, in place or out of place."""
-        return bool(self.moved) or self.frozen.noisy
-
-    def marks(self) -> tuple[object, ...]:
-        """A mark for every perturbed parameter, which differs if somebody has written it since."""
-        return self._watch.marks()
+        return bool(self.moved) or self.frozen.noisy  # in place or out of place
 
     @torch.no_grad()
-    def filter_norms(self, tensors: Sequence[Tensor | None] | None = None) -> Tensor:
+    def filter_norms(self, tensors: Gradients | None = None) -> Tensor:
         """‖·‖ of each filter of the true weights (or of tensors shaped like them; None counts as 0)."""
         if tensors is None and self.shards.several and self.shards.silent:
             return self._known_norms
@@ -113,7 +104,7 @@ class Weights:
         """‖w‖ / sqrt(d): the std at which all weights together are displaced by their length."""
         return self.sizes.sum().rsqrt().mul(torch.linalg.vector_norm(self.filter_norms()))
 
-    def per_filter(self, parts: Sequence[Tensor | None]) -> Tensor:
+    def per_filter(self, parts: Gradients) -> Tensor:
         """One vector over all filters from each parameter's part of it (None counts as 0)."""
         zero = self.sizes.new_zeros(1)
         rows = [
@@ -127,9 +118,9 @@ class Weights:
         return list(vector.split([p.filter_count for p in self.params]))
 
     @torch.no_grad()
-    def total_norm(self, tensors: Sequence[Tensor | None], params: Sequence[Perturbed]) -> Tensor:
+    def total_norm(self, tensors: Gradients, params: Sequence[Perturbed]) -> Tensor:
         """‖·‖ over all of the given tensors together, one (or None) for each of these parameters."""
-        given = self.shards.counted(dict(zip(params, tensors, strict=True)))
+        given = self._counted(params, tensors)
 
         def squared(flat: Flat, block: Block) -> Tensor:
             norm: Tensor = torch.linalg.vector_norm(flat.loaded(block, given).flat, dtype=flat.wide)
@@ -146,21 +137,28 @@ class Weights:
 
     def strengths(self) -> Tensor:
         """Each filter's factor on the strength, from the parameter groups; 0 where there is no noise."""
-        factors = group_factors(self._optimizer)
-        own = [factors.get(p.param, 1.0) * p.noisy for p in self.params]
-        return repeated(self.params, own, self.dtype)
+        return self._with_factors(self._repeated([float(p.noisy) for p in self.params]))
+
+    def _repeated(self, values: Sequence[float]) -> Tensor:
+        """One value per parameter, repeated for each of its filters."""
+        counts = torch.tensor([p.filter_count for p in self.params], dtype=torch.long)
+        return torch.tensor(values, dtype=self.dtype).repeat_interleave(counts).to(self.device)
 
     def _with_factors(self, size: Tensor, *, uphill: bool = False) -> Tensor:
-        """Something per filter (or for all) times the groups' own factors."""
-        factors = group_factors(self._optimizer, uphill=uphill)
+        """Something per filter (or for all) times the factors (`strength=`) that the optimizer's groups
+        have now; `uphill`: with a minus where it maximizes, for there the loss climbs downhill."""
+        factors: dict[nn.Parameter, float] = {}
+        for group in self._optimizer.param_groups if self._optimizer else ():
+            factor = float(group.get("strength", 1.0)) if group.get("perturb", True) else 0.0
+            factor = -factor if uphill and group.get("maximize", False) else factor
+            if factor != 1:
+                factors.update(dict.fromkeys(group["params"], factor))
         if not factors:
             return size.expand(self.filters)
         own = [factors.get(p.param, 1.0) for p in self.params]
         if own != self._factors[0]:
-            self._factors = (own, repeated(self.params, own, self.dtype))
+            self._factors = (own, self._repeated(own))
         return size * self._factors[1]
-
-    # ------------------------------------------------------------------ moves
 
     @torch.no_grad()
     def save(self) -> None:
@@ -168,7 +166,10 @@ class Weights:
         if _away:
             mine = {id(p.param) for p in self.active}
             if any(id(p.param) in mine for other in _away for p in other.moved):
-                raise RuntimeError(ALREADY)
+                raise RuntimeError(
+                    "The weights are perturbed already. Leave the perturbed() block, or end the pass "
+                    "that is under way (backward(), perturber.restore()) first."
+                )
         for flat in self._memory():
             flat.save()
         self.moved, self._written = self._flat.active, False
@@ -176,31 +177,35 @@ class Weights:
 
     def watch(self) -> None:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
-        self._watch.begin(self.moved)
+        if self.moved:
+            self._flat.watch()
 
     def written(self) -> bool:
-        """Whether somebody wrote a moved parameter since the move."""
-        return bool(self.moved) and self._watch.written()
+        return bool(self.moved) and self._flat.written()
 
     @torch.no_grad()
     def restore(self, *, quiet: bool = False) -> None:
-        """Put the true weights back, bit for bit. Harmless when nothing was moved.
-
-        Raises, with the true weights in place, if somebody wrote a parameter in the meantime; `quiet`
-        never raises (for `__del__`, and the end of the interpreter).
-        """
+        """Put the true weights back, bit for bit. Raises, with them in place, if somebody wrote a
+        parameter in the meantime; `quiet` never does (for `__del__`, at the interpreter's end)."""
         self.frozen.end()
         if not self.moved:
             return
         try:
-            written = self._watch.end()
+            written = self._flat.find_written()
             for flat in self._flat.flats:
                 torch._foreach_copy_(flat.values_now() if written else flat.values, flat.views)
             self.moved = []
             _away.discard(self)
             self.shards.reshard()
             if written:
-                raise written
+                raise RuntimeError(
+                    f"{', '.join(written[:3])}{', …' if written[3:] else ''} changed in the middle of a perturbed "
+                    "pass (or a perturbed() block), and not by steppe: nn.Embedding(max_norm=…), an optimizer's "
+                    "step, an initialisation in the first forward, … The weights are back at their values of "
+                    "before the pass, without that change. Leave the parameter out, exclude=("
+                    f"{written[0]!r},), or change it outside of the pass: before the forward or after "
+                    "perturber.restore()."
+                )
         except Exception:
             if not quiet:
                 raise
@@ -218,11 +223,8 @@ class Weights:
         factor: Callable[[Tensor], Tensor] | None = None,
         of: Sequence[Tensor] = (),
     ) -> None:
-        """Add Gaussian noise with this std per filter.
-
-        If given, `factor(part)` multiplies it element by element, for parts of the tensors `of`, one
-        like each of `params`.
-        """
+        """Add Gaussian noise with this std per filter, times `factor(part)` element by element if given,
+        for parts of the tensors `of`, one like each of `params`."""
         seed_of = draw.block_seeds(self._flat.blocks)
         others = dict(zip(self.params, of, strict=True)) if factor else {}
 
@@ -237,13 +239,9 @@ class Weights:
         self._write(noise, std, draw.sign)
         self.frozen.begin(draw, seed_of, std, shaped=factor is not None)
 
-    def add(
-        self, directions: Sequence[Tensor | None], scale: Tensor, *, uphill: bool = False
-    ) -> None:
-        """Add `scale * direction` to each moved parameter; `scale` stays on the device.
-
-        `uphill`: the directions are gradients, to be turned round where the optimizer maximizes.
-        """
+    def add(self, directions: Gradients, scale: Tensor, *, uphill: bool = False) -> None:
+        """Add `scale * direction` to each moved parameter; `scale` stays on the device. `uphill`: these
+        are gradients, to be turned round where the optimizer maximizes."""
         given = dict(zip(self.moved, directions, strict=True))
         scale = self._with_factors(scale, uphill=uphill)
         self._write(lambda flat, block, out: flat.loaded(block, given, out), scale)
@@ -270,12 +268,10 @@ class Weights:
         by_block(self._flat.flats, write)
         self.shards.reshard()
 
-    # ------------------------------------------------------------------ what is learnt
-
     @torch.no_grad()
-    def dot_eps(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def dot_eps(self, grads: Gradients) -> Tensor:
         """<eps, g> for one gradient (or None) of each moved parameter, while eps is in the weights."""
-        given = self.shards.counted(dict(zip(self.moved, grads, strict=True)))
+        given = self._counted(self.moved, grads)
 
         def multiplied(flat: Flat, block: Block) -> Tensor:
             out = flat.scratch(block)
@@ -300,16 +296,14 @@ class Weights:
     def decay_and_add(
         self,
         memory: Sequence[Tensor],
-        values: Sequence[Tensor | None],
+        values: Gradients,
         decay: float,
         scale: Tensor | float,
         *,
         square: bool = False,
     ) -> None:
-        """memory <- decay memory + scale value (or value²), for each of `params`.
-
-        If any value is not finite, the whole step is dropped, without asking the device.
-        """
+        """memory <- decay memory + scale value (or value²), for each of `params`. If any value is not
+        finite, the whole step is dropped, without asking the device."""
         flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
         if flats and all(f.device.type == "cpu" and len(f.blocks) > 1 for f in flats):
             decay_and_add(memory, values, decay, float(scale), square, self.shards.sum_)
@@ -347,3 +341,10 @@ class Weights:
     def _memory(self, *, last: bool = False) -> list[Flat]:
         """Flat memory; as of the last move, whose gradients there are, whatever was rebound since."""
         return self._flat.flats if self.moved or (last and self._flat.fits()) else self._flat.now()
+
+    def _counted(self, params: Sequence[Perturbed], tensors: Gradients) -> Given:
+        """Tensors by parameter, without those that another rank counts in a sum."""
+        given = dict(zip(params, tensors, strict=True))
+        if self.shards.several:
+            given |= {p: None for p in params if not self.shards.counts(p.param)}
+        return given

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import steppe
-from steppe.layout import Shards
+from steppe.distributed import Shards
 from steppe.noise import Draw
 from steppe.weights import Weights
 from tests.nets import batch, equal, loss_fn, weights_of
@@ -177,7 +177,7 @@ def measured_on(rank):
     weights.add_noise(Draw(7, 3), 0.05 * weights.filter_norms())
     slope = weights.dot_eps(grads)
     weights.restore()
-    return slope, steppe.AdaptiveGaussian(0.05).collect(weights, full(grads), [])
+    return slope, steppe.AdaptiveGaussian(0.05).collect(weights, full(grads), 1.0)
 
 
 def test_the_slope_along_eps_and_notes_do_not_depend_on_the_number_of_shards():

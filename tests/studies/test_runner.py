@@ -18,7 +18,7 @@ from steppe.lab.errors import LabError
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config
-from steppe.strength import RISE
+from steppe.schedules import RISE
 from studies.definitions import CONTROLS
 from studies.evidence import Evidence
 from studies.findings import CHANGES

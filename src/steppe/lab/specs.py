@@ -31,7 +31,7 @@ SCHEDULES: dict[str, Callable[[float], steppe.Schedule]] = {
     "constant": lambda end: steppe.constant(end),
 }
 RAMPED = "ramped"
-"""A rise as a number: `steppe.strength` lets it in as the net learns."""
+"""A rise as a number: `steppe.schedules` lets it in as the net learns."""
 INCREASING = ("rwp", "arwp")
 """Methods whose strength rises over training in the paper, and so by default here."""
 

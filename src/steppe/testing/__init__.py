@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from steppe.methods import Method
-from steppe.noise import Draw
-from steppe.perturbations import Gradients, Perturbation, State
+from steppe.noise import Draw, Gradients
+from steppe.perturbations import Perturbation, State
 from steppe.testing.loop import Loop, Twice
 from steppe.weights import Weights
 
@@ -210,10 +210,8 @@ class Still(Perturbation):
     def learn(self, weights: Weights, state: State, grads: Gradients, scale: Any) -> None:
         self.inner.learn(weights, state, grads, scale)
 
-    def collect(
-        self, weights: Weights, grads: Gradients, noted: Gradients, scale: float = 1.0
-    ) -> Gradients:
-        return self.inner.collect(weights, grads, noted, scale)
+    def collect(self, weights: Weights, grads: Gradients, scale: float) -> Gradients:
+        return self.inner.collect(weights, grads, scale)
 
     def learn_noted(self, weights: Weights, state: State, notes: Gradients, scale: Any) -> None:
         self.inner.learn_noted(weights, state, notes, scale)

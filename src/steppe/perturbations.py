@@ -243,8 +243,8 @@ class ElementwiseGaussian(Adaptive):
     def collect(self, weights: Weights, grads: Gradients, scale: float) -> Gradients:
         found = [local(g) for g in grads if g is not None]
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in found]
-        squares = torch._foreach_mul(wide, wide) if wide else []
-        if wide and scale != 1:
+        squares = list(torch._foreach_mul(wide, wide)) if wide else []
+        if squares and scale != 1:
             torch._foreach_mul_(squares, scale**2)
         each = iter(squares)
         return [None if g is None else next(each) for g in grads]

@@ -36,8 +36,7 @@ class Step:
         """Whether the passes run over micro-batches of an unchanged loop; explicit ones otherwise."""
         self.gradient: Gradients = []
         """The gradient of the pass before, for a pass that needs it."""
-        self.loss_unscaled = False
-        """Whether a loss was differentiated here without a scaler."""
+        self.loss_unscaled = False  # whether one was differentiated without a scaler
         self.settled = self.idle = False  # idle: the optimizer steps without training anything
         self.resting = training.rests and number % REST == 0
         """Whether it runs at the true weights, for BatchNorm's statistics."""

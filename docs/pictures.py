@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from steppe.lab.comparison import costs
+from steppe.lab.cost import costs
 from steppe.lab.sentences import comparison_sentence
 from steppe.lab.statistics import mean_std, mean_words
 from steppe.lab.tables import Table, signed

@@ -1,6 +1,6 @@
 """How parallel runs end: exit codes of many short runs over gloo while a process per core spins.
 
-    python benchmarks/endings.py [--runs 30] [--torch-runs 10] [--quick] [--out FILE]
+    python benchmarks/endings.py [--runs 30] [--torch-runs 10] [--spinning 2] [--quick] [--out FILE]
 
 The two examples, and beside them torch alone (no steppe): a wrapped model that is alive when the
 process group is destroyed, and one that was released and collected before. All take turns. A run counts as
@@ -91,12 +91,11 @@ def end_of(processes: str, *command: str) -> str:
 
 
 @contextmanager
-def every_core_busy() -> Iterator[int]:
-    """One process per core that does nothing but spin."""
-    count = os.cpu_count() or 1
+def busy(count: int) -> Iterator[None]:
+    """So many processes that do nothing but spin."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
-        yield count
+        yield
     finally:
         for process in spinning:
             process.kill()
@@ -118,6 +117,12 @@ def main() -> None:
     parser = measure.parser(__doc__, "a single run")
     parser.add_argument("--runs", type=int, default=30, help="runs of each example")
     parser.add_argument("--torch-runs", type=int, default=10, help="the same without steppe")
+    parser.add_argument(
+        "--spinning",
+        type=int,
+        default=os.cpu_count(),
+        help="processes that spin meanwhile; 0 where something else loads the machine",
+    )
     parser.add_argument("--train", choices=["ddp", "fsdp"], help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -126,9 +131,9 @@ def main() -> None:
         return
     planned = dict.fromkeys(EXAMPLES, arguments.runs)
     planned |= dict.fromkeys(TORCH_ALONE, arguments.torch_runs)
-    with every_core_busy() as spinning:
-        busy = in_turns({"torch alone, DDP released": 1} if arguments.quick else planned)
-    result = {"spinning_processes": spinning, "busy": busy}
+    with busy(arguments.spinning):
+        found = in_turns({"torch alone, DDP released": 1} if arguments.quick else planned)
+    result = {"spinning_processes": arguments.spinning, "busy": found}
     print("written to", measure.write("endings", result, arguments.out))
 
 

@@ -267,8 +267,8 @@ def _measure(run: Run, root: Path) -> dict[str, Any]:
     return measure(run, _read[root])
 
 
-def section(folder: Path) -> list[str]:
-    """The study on the page of evidence: differences to AdamW, paired by seed."""
+def page(folder: Path) -> str:
+    """The study's page of evidence: differences to AdamW, paired by seed; empty without lines."""
     records = [r for r in Lines(folder, NAME).lines.values() if not r["run"]["trial"]]
     parts: list[str] = []
     for size in SIZES:
@@ -281,15 +281,15 @@ def section(folder: Path) -> list[str]:
                     labels = f"{100 * wrong:g} % wrong labels" if wrong else "clean labels"
                     parts += [f"**{size} texts, {how}, {labels}**", "", table.markdown(), ""]
     if not parts:
-        return []
+        return ""
     head = (
         "A pretrained MiniLM on reviews of two domains (`python -m studies finetune`): accuracy in percent on "
         "other reviews, on tweets, and after rounding the matrices of linear layers to 4 and 3 bits; expected calibration "
         "error on reviews. AdamW's row has means and standard deviations, the others their difference to it, "
         "paired by seed, with 95 % t-intervals that are not corrected for the number of comparisons. "
-        "m-ARWP sees two batches a step. [Fine-tuning](finetuning.md) says what follows."
+        "m-ARWP sees two batches a step. [Fine-tuning](../finetuning.md) says what follows."
     )
-    return ["## Fine-tuning", "", head, "", *parts]
+    return "\n".join(["# Fine-tuning", "", head, "", *parts])
 
 
 def _table(records: list[dict[str, Any]], kind: str) -> Table | None:

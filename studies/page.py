@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from steppe.lab.tables import Table, join_words
 from steppe.report.canvas import save_figure
+from studies import finetune
 from studies.comparisons import refuted
 from studies.confirmation import power_table, verdict_table, verdict_words
 from studies.definitions import STUDIES, Study
 from studies.evidence import Evidence, Line
 from studies.findings import JUDGED, Findings
-from studies.finetune import section as finetune_section
 from studies.flatness import CAPTION, TITLE, correlations, flatness_figure, flatness_words
 from studies.questions import NOTHING, PRIMARY, post_hoc
 from studies.tables import (
@@ -87,14 +87,15 @@ def compose(
         *sections,
         PAPER,
         *_written(paper_table(found)),
-        *finetune_section(evidence),
         "## Studies",
         "",
         _overview(found),
         "",
     ]
+    tuned = finetune.page(evidence)
+    parts += ["[Fine-tuning](evidence/finetune.md): a pretrained MiniLM.", ""] if tuned else []
     parts += [*_folded("All gains at default strengths", gains_table(found)), READING]
-    pages = {"evidence.md": "\n".join(parts)}
+    pages = {"evidence.md": "\n".join(parts)} | ({"evidence/finetune.md": tuned} if tuned else {})
     for findings in found:
         if findings.evidence.lines:
             pages[f"evidence/{findings.study.name}.md"] = study_page(findings)

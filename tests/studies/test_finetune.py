@@ -1,4 +1,4 @@
-"""The fine-tuning study without its model: order, choice of the learning rate, resuming, the section."""
+"""The fine-tuning study without its model: order, choice of the learning rate, resuming, the page."""
 
 import subprocess
 import sys
@@ -16,8 +16,8 @@ from studies.finetune import (
     Lines,
     Run,
     chosen_rate,
+    page,
     planned,
-    section,
     trials,
 )
 
@@ -77,10 +77,10 @@ def test_it_resumes_and_trains_nothing_twice(study, tmp_path, monkeypatch):
     assert rates == {RATES["full"][1], RATES["lora"][1]}
 
 
-def test_the_section_has_paired_differences_with_intervals(study, tmp_path):
-    assert section(tmp_path) == []
+def test_the_page_has_paired_differences_with_intervals(study, tmp_path):
+    assert page(tmp_path) == ""
     study.run_finetune(tmp_path, tmp_path, None, 3)
-    text = "\n".join(section(tmp_path))
+    text = page(tmp_path)
     assert "**200 texts, LoRA, 20 % wrong labels**" in text
     row = next(line for line in text.splitlines() if line.startswith("| AdamW, two batches"))
     assert row.split("|")[2:4] == [" 3 ", " +1.0 ± 0.0 "]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import steppe
+from steppe.passes import Run
 
 RESULTS = Path(__file__).parent / "results"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -133,7 +134,7 @@ def added_by(perturber: steppe.Perturber) -> Step:
     training = perturber._training
 
     def step() -> None:
-        training.begin(0)
+        training.begin(Run(training, 0, 1.0, held=False))
         training.restore()
         training.step.done = [0]
         training.step.settle()

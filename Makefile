@@ -25,7 +25,7 @@ demo: $(STAMP)  ## compare the paper's six methods on digits, compress a small R
 	$(BIN)/steppe compare sgd sam:rho=.2 rwp arwp m-rwp m-arwp rwp:rise=.2 --recipe digits --seeds 10 --eval-every 3 \
 		--store $(DEMO) --out $(DEMO)/noisy.json
 	@echo; echo "A small ResNet, no label wrong: equal accuracy, and what rounding and pruning leave of it:"; echo
-	$(BIN)/steppe compare sgd rwp rwp:rise=.2 --recipe digits-resnet --label-noise 0 --seeds 5 --eval-every 30 \
+	$(BIN)/steppe compare sgd rwp rwp:rise=.2 --recipe digits-resnet --label-noise 0 --seeds 4 --eval-every 30 \
 		--store $(DEMO) --out $(DEMO)/resnet.json
 	@echo; echo "How flat are the minima, and what do they bear? Landscape, spectrum, radius, sharpness, robustness:"; echo
 	$(MAKE) --no-print-directory -j 2 $(ANALYSES:%=demo-%)

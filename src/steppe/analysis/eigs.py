@@ -45,7 +45,7 @@ def top_eigs(
     Stops when each residual bound is at most `tol |value| / 10` and reports no residual below
     `tol |value| / 2`: a small one says that *some* eigenvalue is near, and a Ritz value on its way
     past a cluster pauses below the largest. One of 1,500 searches in hard spectra had a larger error
-    (`benchmarks/analysis.py stopping`). Where several values are wanted, further runs look for copies
+    (docs/analysis.md). Where several values are wanted, further runs look for copies
     of multiple eigenvalues. The basis takes `8 * steps` bytes a weight.
 
     Examples:

@@ -63,9 +63,9 @@ class World:
             error = raised
         said = [text for text in self.gather(None if error is None else str(error)) if text]
         if said:
-            told = LabError(said[0])
-            told.shared = True  # every rank raises it, and only rank 0 need show it
-            raise told from error
+            shared = LabError(said[0])
+            shared.shared = True  # every rank raises it, and only rank 0 need show it
+            raise shared from error
 
     def gather(self, mine: T) -> list[T]:
         """What each rank has, in the order of ranks."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from steppe.lab import data
 from steppe.methods import Method, Pass, mixed
 from steppe.noise import Draw
 from steppe.perturbations import Gaussian
-from steppe.schedules import BASE, LEAST, Steering
+from steppe.schedules import BASE, KEPT, LEAST, MOST, Steering
 
 PROBED = 2
 """So many seeds of a setting compare the meter with a direct measurement."""
@@ -97,6 +99,41 @@ class Tried(Gaussian):
         return self.kind(self.rise, self.bound, self.power)
 
 
+class EqualShares:
+    """Scales the noise of each parameter until all take the same share of the rise: a_p² C_p is the same,
+    C_p the curvature that the parameter's own part of the meter shows. At most 5 times from the mean."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = [{**g, "params": [p]} for g in optimizer.param_groups for p in g["params"]]
+        self.groups = optimizer.param_groups[:] = groups
+        self.params = [group["params"][0] for group in groups]
+        self.slopes = torch.zeros(len(groups))
+        self.scales, self.num, self.den = torch.ones(len(groups)), self.slopes.clone(), 0.0
+        self.true = [p.detach().clone() for p in self.params]
+        for number, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(partial(self._measure, number))
+
+    def _measure(self, number: int, param: Tensor) -> None:
+        assert param.grad is not None
+        self.slopes[number] = torch.sum((param.detach() - self.true[number]) * param.grad)
+
+    def after(self, ratio: float) -> None:
+        """The step is taken; `ratio` was its r."""
+        for true, param in zip(self.true, self.params, strict=True):
+            true.copy_(param.detach())
+        if not self.slopes.any():  # a step at rest
+            return
+        self.num = KEPT * self.num + (1 - KEPT) * self.slopes
+        self.den = KEPT * self.den + (1 - KEPT) * (ratio * self.scales) ** 2
+        logs = (self.den / self.num.clamp(min=1e-30)).log() / 2
+        known = self.num > 0
+        logs = (logs - logs[known].mean()).clamp(-math.log(5), math.log(5))
+        now = self.scales.log()
+        self.scales = torch.where(known, now + (logs - now).clamp(-MOST, MOST), now).exp()
+        for group, scale in zip(self.groups, self.scales.tolist(), strict=True):
+            group["strength"] = scale
+
+
 def loss_of(output: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point():
         return F.mse_loss(output.flatten(), y)
@@ -143,6 +180,10 @@ class Look:
         (state,) = perturber.state_dict()["states"]
         self.memory = state["steering"][0]
 
+    @property
+    def ratio(self) -> float:
+        return float(self.memory[-1])
+
     def after(self, step: int, closure: Callable[[], Tensor]) -> None:
         self.highest = max(self.highest, float(self.memory[BASE]))
         if step > 2 * self.steps / 3 and step % 10 == 0:
@@ -165,6 +206,7 @@ def train(run: Run, steps: int | None = None) -> dict[str, Any]:
     setting = setting if steps is None else replace(setting, steps=steps)
     problem = setting.make(seed=run.seed)
     model, optimizer = problem.model, problem.optimizer
+    shares = EqualShares(optimizer) if run.method == "equal shares" else None
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.steps)
     method = run.build()
     perturber = method and steppe.attach(model, optimizer, method, seed=run.seed)
@@ -184,9 +226,12 @@ def train(run: Run, steps: int | None = None) -> dict[str, Any]:
         for step, parts in enumerate(drawn):
             for x, y in parts:
                 (loss_of(model(x), y) / run.batches).backward()
+            ratio = look.ratio if look is not None else 0.0
             optimizer.step()
             optimizer.zero_grad()
             decay.step()
+            if shares is not None:
+                shares.after(ratio)
             if look is not None:
                 look.after(step, closure)
     if perturber is not None:

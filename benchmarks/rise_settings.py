@@ -5,9 +5,11 @@ What is scored are samples of the training data that are not trained on, never t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from steppe.lab import data, models
+
+sys.path.append(str(Path(__file__).parents[1]))  # where studies and examples are
 
 SIZES = {"digits": (400, 1000), "fashion-mnist": (2000, 4000), "cifar10": (5000, 4000)}
 """Images to train on and to score."""
@@ -133,6 +137,44 @@ def language(size: int, seed: int) -> Problem:
     )
 
 
+class Finetuned(nn.Module):
+    """A pretrained MiniLM and a linear layer, on texts alone: what is not padding is attended to."""
+
+    def __init__(self, folder: Path) -> None:
+        from examples.finetune import Classifier
+
+        super().__init__()
+        self.classifier = Classifier(folder, lora=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(ids, (ids != 0).long())
+        return scores
+
+
+@cache
+def reviews() -> Any:
+    """The texts of the fine-tuning study; their archive is in the folder of data sets."""
+    from studies.finetune import Data
+
+    return Data(data.default_root())
+
+
+def minilm(seed: int) -> Problem:
+    """200 reviews to train on; scored are the study's validation texts, never its test texts."""
+    from studies.finetune import Run
+
+    texts = reviews()
+    own, rest = texts.training(Run("full", 200, 0.0, "", 0.0, seed)), texts.validation
+
+    def draw(index: Tensor, _: int | None) -> tuple[Tensor, Tensor]:
+        longest = int(own.mask[index].sum(1).max())
+        return own.ids[index, :longest], own.labels[index]
+
+    model = Finetuned(texts.folder)
+    held_out = (rest.ids, rest.labels)
+    return Problem(model, optimizer_of(model, 1e-4, 0.01, adam=True), 200, draw, held_out)
+
+
 SGD, ADAM = {"lr": 0.1, "decay": 5e-4}, {"lr": 1e-3, "decay": 0.05, "adam": True}
 FASHION, CIFAR = {"lr": 0.05, "decay": 5e-4}, {"lr": 0.1, "decay": 1e-3}
 SETTINGS = {
@@ -146,5 +188,6 @@ SETTINGS = {
     "resnet-clean": Setting(partial(images, "digits", "small-resnet", **SGD), 300, 32, 20, 5),
     "resnet-wrong": Setting(partial(images, "digits", "small-resnet", 0.2, **SGD), 300, 32, 20, 5),
     "fashion": Setting(partial(images, "fashion-mnist", "small-conv", **FASHION), 775, 64, 10, 20),
+    "minilm": Setting(minilm, 80, 20, 5, 15),
     "cifar10": Setting(partial(images, "cifar10", "small-resnet", **CIFAR), 1170, 128, 5, 60),
 }

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 rise = pytest.importorskip("rise", reason="needs scikit-learn")
+rise_runs = pytest.importorskip("rise_runs")
 
 
 def made_up(runs, gain, highest=0.1):
@@ -120,11 +122,11 @@ def test_probes_are_compared_with_the_meter():
 
 
 def test_a_run_writes_its_line(tmp_path):
-    for method in ("baseline", "rwp", "m_rwp", "msam"):
+    for method in ("baseline", "rwp", "m_rwp", "msam", "equal shares"):
         run = rise.Run("regression", method, 0.05, 4, 0.5, rise.FIRST_SEED)
         line = rise.train(run, steps=40)
         assert line["score"] <= 100
-        assert ("measured" in line) == method.endswith("rwp")
+        assert ("measured" in line) == (method.endswith("rwp") or method == "equal shares")
         assert method[-3:] != "rwp" or line["ratio"] <= line["highest"] <= 0.5
 
 
@@ -133,3 +135,24 @@ def test_the_highest_ratio_is_that_before_the_ramp():
     line = rise.train(rise.Run("regression", "rwp", 5.0, 4, 0.5, rise.FIRST_SEED), steps=60)
     assert line["highest"] > 0.1
     assert line["highest"] >= line["ratio"]
+
+
+def test_equal_shares_scale_the_noise_by_each_parameters_curvature():
+    """Curvatures 1 and 100 on noise of one size: the first gets ten times the second's scale."""
+    params = [torch.nn.Parameter(torch.ones(50)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    shares = rise_runs.EqualShares(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        eps = [0.1 * g["strength"] if "strength" in g else 0.1 for g in shares.groups]
+        for p, size in zip(params, eps, strict=True):
+            p.data += size * torch.randn(50, generator=generator)
+        loss = sum(c / 2 * (p - 1).square().sum() for c, p in zip((1, 100), params, strict=True))
+        loss.backward()
+        for p in params:
+            p.data.fill_(1.0)
+        optimizer.zero_grad()
+        shares.after(0.1)
+    first, second = (group["strength"] for group in optimizer.param_groups)
+    assert first / second == pytest.approx(10, rel=0.15)
+    assert first * second == pytest.approx(1, rel=1e-4)

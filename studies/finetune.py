@@ -64,7 +64,7 @@ METHODS = {
 """At the default rises, written out: another default is another run. AdamW on two batches a step stands
 beside the mixed method, which sees as many."""
 RATES = {"full": (2e-5, 5e-5, 1e-4), "lora": (5e-4, 1e-3, 2e-3)}
-TITLES = {"sgd": "AdamW", "2 batches": "AdamW, two batches a step"}
+NAMES = {"sgd": "AdamW", "2 batches": "AdamW, two batches a step", "flat_lora": "Flat-LoRA"}
 MEASURES = ("reviews", "tweets", "4 bits", "3 bits", "tweets, 3 bits", "calibration error")
 
 
@@ -292,6 +292,18 @@ def page(folder: Path) -> str:
     return "\n".join(["# Fine-tuning", "", head, "", *parts])
 
 
+def title(method: str) -> str:
+    """What tables call it.
+
+    >>> title("m_arwp:rise=0.02"), title("flat_lora:ratio=.05")
+    ('m-ARWP (rise 0.02)', 'Flat-LoRA (ratio 0.05)')
+    """
+    name, _, strength = method.partition(":")
+    unit, _, value = strength.partition("=")
+    called = NAMES.get(name) or name.upper().replace("M_", "m-")
+    return f"{called} ({unit} {float(value):g})" if strength else called
+
+
 def _table(records: list[dict[str, Any]], kind: str) -> Table | None:
     keys = dict(zip(MEASURES, (*MEASURES[:-1], "reviews ece"), strict=True))
     by_method = {
@@ -311,6 +323,7 @@ def _table(records: list[dict[str, Any]], kind: str) -> Table | None:
                 std if method == "sgd" else half_width(std, len(own)) if len(own) > 1 else math.nan
             )
             sign = "" if method == "sgd" else "+"
-            cells.append(f"{mean:{sign}.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}"))
-        rows.append((TITLES.get(method, method), str(len(seeds)), *cells))
+            shown = f"{mean:{sign}.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}")
+            cells.append(shown.replace("-", "−"))
+        rows.append((title(method), str(len(seeds)), *cells))
     return Table(("", "n", *MEASURES), tuple(rows)) if rows else None

@@ -54,7 +54,11 @@ class Job:
 
     def train(self, sources: Sources, store: str | Path | None, listener: Listener) -> Result:
         """The run, and what comes after it."""
-        result = run_config(self.config, sources, store, named(listener, self.label))
+
+        def named(event: Event) -> None:
+            listener(dataclasses.replace(event, run=self.label))
+
+        result = run_config(self.config, sources, store, named)
         if self.then is not None:
             self.then(result)
         return result
@@ -183,11 +187,6 @@ def _die_with_parent() -> None:
 
 def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
     return job.train(sources, store, _events.put)
-
-
-def named(listener: Listener, label: str) -> Listener:
-    """A listener that hears of a run under this name."""
-    return lambda event: listener(dataclasses.replace(event, run=label))
 
 
 def _check_picklable(sources: Sources) -> None:

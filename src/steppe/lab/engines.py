@@ -277,12 +277,15 @@ def _one_by_one(
 
 
 def _side_by_side(
-    jobs: Mapping[int, Job], workers: Workers, show: Listener, keep: Keep
+    jobs: Mapping[int, Job],
+    opened: AbstractContextManager[Workers],
+    show: Listener,
+    keep: Keep,
 ) -> dict[int, Result]:
     """All results; the first error, or a signal, ends the other runs too, which save first."""
     ends: dict[int, End] = {}
     left = set(jobs)
-    with StopSignal() as signal, workers:
+    with StopSignal() as signal, opened as workers:
         for index, job in jobs.items():
             workers.submit(index, job)
         while left:

@@ -84,8 +84,6 @@ class Spec:
     @cached_property
     def full_strength(self) -> tuple[str, float] | None:
         """The strength as given, or the method's default; None for the baseline."""
-        if self.strength is not None:
-            return self.strength
         for each in self._make(self.options).passes:
             for name in STRENGTHS:
                 value = getattr(each.perturbation, name, None)

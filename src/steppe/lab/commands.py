@@ -260,12 +260,9 @@ class SweepGrid(Started):
     settings: OmitArgPrefixes[Swept] = field(default_factory=Swept)
 
     def run(self) -> None:
-        from steppe.lab.sweeps import SEARCHES, parse_grid, search, sweep
+        from steppe.lab.sweeps import parse_grid, search, sweep
 
         self.running.check()
-        if not self.over and self.search is None:
-            names = ", ".join(SEARCHES)
-            raise LabError(f"say what to vary: --over lr=.01,.1 or --search one of {names}.")
         named = search(self.search) if self.search else {}
         result = sweep(
             self.settings,

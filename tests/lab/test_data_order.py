@@ -13,7 +13,7 @@ def test_an_epoch_visits_every_sample_once_and_keeps_the_last_batch():
 def test_drop_last_drops_only_a_partial_batch():
     assert [len(b) for b in epoch_order(103, 10, seed=0, epoch=0, drop_last=True)] == [10] * 10
     assert [len(b) for b in epoch_order(20, 10, seed=0, epoch=0, drop_last=True)] == [10, 10]
-    with pytest.raises(ValueError, match="leaves no batch of 5 samples"):
+    with pytest.raises(ValueError, match="leaves nothing to train on: there are 5"):
         epoch_order(5, 10, seed=0, epoch=0, drop_last=True)
 
 

@@ -82,11 +82,9 @@ def test_a_dataset_with_targets_can_be_cut_and_relabelled(tmp_path, monkeypatch)
     labels = [k % 3 for k in range(20)]
     own = data.wrap(Noisy(targets=labels), Noisy(targets=labels))
     assert own.classes == 3
-    from steppe.lab.data.named import with_label_noise, with_train_size, with_validation
+    from steppe.lab.data.named import prepared
 
-    changed = with_validation(
-        with_label_noise(with_train_size(own, 12, seed=0), 0.5, seed=0), 0.25, seed=0
-    )
+    changed = prepared(own, 12, 0.5, 0.25, seed=0)
     assert (len(changed.train), len(changed.validation)) == (9, 3)
     x, y = (
         torch.cat(parts)
@@ -119,10 +117,10 @@ def test_what_cannot_be_used_is_explained(tmp_path, monkeypatch):
         data.wrap(5, 6)
     with pytest.raises(ValueError, match="augments its samples itself"):
         data.wrap(Noisy(), Noisy(), classes=3).train.augmented(("flip",))
-    from steppe.lab.data.named import with_label_noise
+    from steppe.lab.data.named import prepared
 
     with pytest.raises(ValueError, match="label_noise needs to know all targets"):
-        with_label_noise(data.wrap(Noisy(), Noisy(), classes=3), 0.2, seed=0)
+        prepared(data.wrap(Noisy(), Noisy(), classes=3), None, 0.2, 0.0, seed=0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_wrong_data.py").write_text("def five(): return 5\nimport nowhere_at_all\n")
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):

@@ -18,7 +18,7 @@ from steppe.lab import course as course_module
 from steppe.lab.data import wrap
 from steppe.lab.runs import Store, locked
 from steppe.lab.specs import METHODS
-from steppe.lab.training import run_config
+from steppe.lab.training import run_config, settled
 
 TINY = Config(steps=12, batch=64, train_size=200, threads=1, eval_every=1)
 
@@ -291,7 +291,7 @@ def test_one_run_one_process(tmp_path):
 
 def test_learning_rate_warms_up_and_falls():
     result = []
-    config = TINY.replace(steps=8, warmup=2, batch=200, lr=0.5)
+    config = settled(TINY.replace(steps=8, warmup=2, batch=200, lr=0.5), Sources())
     run_config(config, Sources(), None, lambda event: result.append(event.step))
     assert result[-1] == 8
     from steppe.lab.problems import load_problem

@@ -17,7 +17,7 @@ from steppe.lab.engines import Stopped
 from steppe.lab.errors import LabError
 from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
-from steppe.lab.training import run_config
+from steppe.lab.training import run_config, settled
 from steppe.schedules import RISE
 from studies.definitions import CONTROLS
 from studies.evidence import Evidence
@@ -288,7 +288,9 @@ def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_
 def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_path, monkeypatch):
     study = tiny(minima=True)
     first = make_plan(study, evidence(tmp_path)).entries[1]
-    kept = run_config(first.config, Sources(), tmp_path / "runs", lambda event: None)
+    kept = run_config(
+        settled(first.config, Sources()), Sources(), tmp_path / "runs", lambda event: None
+    )
     monkeypatch.setattr("steppe.lab.training.Course", None)  # what trains
     limits = Limits(parts=("defaults",), seeds=1)
     assert not (kept.folder / "minima.json").exists()

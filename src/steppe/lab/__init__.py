@@ -38,30 +38,23 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
-    "comparison": ("Comparison", "compare"),
-    "config": ("Config", "read_config"),
-    "errors": ("DivergedError", "Interrupted", "LabError"),
-    "problems": ("Sources",),
-    "progress": ("Event",),
-    "recipes": ("recipe",),
-    "results": ("Result",),
-    "sweeps": ("sweep",),
-    "tasks": ("Task",),
-    "training": ("train",),
-    "tuning": ("Tune",),
-}
-"""Where the public names are defined; they are imported when first used."""
+_PACKAGES = ("data", "models", "tasks")
+_MODULES = (
+    *("errors", "config", "recipes", "tuning", "results"),
+    *("training", "engines", "comparison", "sweeps"),
+)
+"""Where the other public names are, defined or imported; those without torch come first."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "models", "tasks"):
+    """Public names, imported when first used: `steppe compare --help` needs no torch."""
+    if name in _PACKAGES:
         return importlib.import_module(f"steppe.lab.{name}")
-    for module, names in _HOMES.items():
-        if name in names:
-            value = getattr(importlib.import_module(f"steppe.lab.{module}"), name)
-            globals()[name] = value
-            return value
+    for module in _MODULES if name in __all__ else ():
+        found = vars(importlib.import_module(f"steppe.lab.{module}"))
+        if name in found:
+            globals()[name] = found[name]
+            return found[name]
     raise AttributeError(f"module 'steppe.lab' has no attribute {name!r}")
 
 

@@ -202,8 +202,6 @@ class Compare(Started):
     tune: bool = False
     """First choose each method's strength on a validation split of the training data."""
     tuning: Tune = field(default_factory=Tune)
-    like: Maybe[Path] = None
-    """Take the methods and their strengths from an earlier comparison (its --out FILE.json)."""
     robustness: bool = True
     """Also measure the models after rounding to 4 and 3 bits and pruning of 50 and 80 %."""
     running: OmitArgPrefixes[Running] = field(default_factory=Running)
@@ -214,11 +212,8 @@ class Compare(Started):
 
         self.running.check()
         usual = usual_methods(robustness=self.robustness)
-        methods = [self._spec(text) for text in self.methods or usual]
-        if self.like is not None:
-            methods = [*methods_of(self.like), *map(self._spec, self.methods)]
         result = compare(
-            methods=methods,
+            methods=[self._spec(text) for text in self.methods or usual],
             seeds=self.seeds,
             config=self.settings,
             tune=self.tuning if self.tune else False,
@@ -235,17 +230,6 @@ class Compare(Started):
             return text
         own = parse_spec(recipe(self.settings.recipe, text).method)
         return str(dataclasses.replace(own, fields=spec.fields))
-
-
-def methods_of(file: Path) -> list[str]:
-    """The methods of a comparison that was written as JSON, with the strengths it used."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        return [row["spec"] for row in rows]
-    except OSError as error:
-        raise LabError(f"cannot read {file}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError):
-        raise LabError(f"{file} is not a comparison: write one with --out FILE.json.") from None
 
 
 @dataclass(frozen=True)
@@ -276,12 +260,9 @@ class SweepGrid(Started):
     settings: OmitArgPrefixes[Swept] = field(default_factory=Swept)
 
     def run(self) -> None:
-        from steppe.lab.sweeps import SEARCHES, parse_grid, search, sweep
+        from steppe.lab.sweeps import parse_grid, search, sweep
 
         self.running.check()
-        if not self.over and self.search is None:
-            names = ", ".join(SEARCHES)
-            raise LabError(f"say what to vary: --over lr=.01,.1 or --search one of {names}.")
         named = search(self.search) if self.search else {}
         result = sweep(
             self.settings,

@@ -65,11 +65,14 @@ class Row:
 
     def gaps(self) -> list[float]:
         """By how much the training data flatters the deciding metric, per seed."""
-        found = []
-        for result in self.finished:
-            gap = result.score("train") - result.score("test")
-            found.append(gap if result.higher_is_better else -gap)
-        return found
+        pairs = [(result.score("train"), result.score("test")) for result in self.finished]
+        up = self.results[0].higher_is_better
+        return [train - test if up else test - train for train, test in pairs]
+
+    def pairs(self, other: Row) -> list[tuple[Result, Result]]:
+        """Its runs and the other's, on the seeds that both finished."""
+        both = zip(self.results, other.results, strict=True)
+        return [(a, b) for a, b in both if a.status == b.status == "finished"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,11 +103,8 @@ class Comparison:
 
     def paired(self, spec: str, other: str, split: str = "test") -> list[float]:
         """Differences in the deciding metric, `spec` minus `other`, on the seeds both finished."""
-        first, second = self.row(spec), self.row(other)
-        pairs = zip(first.results, second.results, strict=True)
-        return [
-            a.score(split) - b.score(split) for a, b in pairs if a.status == b.status == "finished"
-        ]
+        pairs = self.row(spec).pairs(self.row(other))
+        return [a.score(split) - b.score(split) for a, b in pairs]
 
     def row(self, name: str) -> Row:
         """A row by its spec, its label, or its method's name."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import steppe
+from steppe.batchnorm import recompute_norm_stats, tracked_norms
 from steppe.lab import checkpoints, environment
 from steppe.lab.config import Config
 from steppe.lab.cost import SAMPLES, step_flops
@@ -27,7 +27,6 @@ from steppe.lab.tasks import EVAL_BATCH, evaluate
 from steppe.lab.trainer import NotANumberError, Trainer
 
 TELL_EVERY = 0.1
-NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 
 
 class Clock:
@@ -165,12 +164,12 @@ class Course:
         splits = self._splits()
         found = {name: self._evaluate(split) for name, split in splits.items()}
         model = self.trainer.model
-        if self.config.recompute_norm and any(isinstance(m, NORMS) for m in model.modules()):
+        if self.config.recompute_norm and tracked_norms(model):
             kept = {name: value.clone() for name, value in model.state_dict().items()}
             order = sequential_order(len(self.data.train), EVAL_BATCH)
             batches = self.data.train.batches(order, augment_seed=0)
             device = self.trainer.device
-            steppe.recompute_norm_stats(model, (x.to(device) for x, _ in batches))
+            recompute_norm_stats(model, (x.to(device) for x, _ in batches))
             found |= {f"{name}_recomputed": self._evaluate(split) for name, split in splits.items()}
             model.load_state_dict(kept)
         return found

@@ -54,7 +54,11 @@ class Job:
 
     def train(self, sources: Sources, store: str | Path | None, listener: Listener) -> Result:
         """The run, and what comes after it."""
-        result = run_config(self.config, sources, store, named(listener, self.label))
+
+        def named(event: Event) -> None:
+            listener(dataclasses.replace(event, run=self.label))
+
+        result = run_config(self.config, sources, store, named)
         if self.then is not None:
             self.then(result)
         return result
@@ -185,11 +189,6 @@ def _work(job: Job, sources: Sources, store: str | Path | None) -> Result:
     return job.train(sources, store, _events.put)
 
 
-def named(listener: Listener, label: str) -> Listener:
-    """A listener that hears of a run under this name."""
-    return lambda event: listener(dataclasses.replace(event, run=label))
-
-
 def _check_picklable(sources: Sources) -> None:
     try:
         pickle.dumps(sources)
@@ -278,12 +277,15 @@ def _one_by_one(
 
 
 def _side_by_side(
-    jobs: Mapping[int, Job], workers: Workers, show: Listener, keep: Keep
+    jobs: Mapping[int, Job],
+    opened: AbstractContextManager[Workers],
+    show: Listener,
+    keep: Keep,
 ) -> dict[int, Result]:
     """All results; the first error, or a signal, ends the other runs too, which save first."""
     ends: dict[int, End] = {}
     left = set(jobs)
-    with StopSignal() as signal, workers:
+    with StopSignal() as signal, opened as workers:
         for index, job in jobs.items():
             workers.submit(index, job)
         while left:

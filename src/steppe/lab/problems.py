@@ -124,7 +124,8 @@ def load_problem(config: Config, sources: Sources) -> Problem:
         if name.startswith(GIVEN) and getattr(sources, kind) is None:
             raise LabError(
                 f"this run's {kind} came from Python code ({name}), which no file can bring back: "
-                "call steppe.lab.train again with it."
+                "give it in sources= (to train: steppe.lab.train; to look at the run: "
+                "steppe.report.analyses.problem_of)."
             )
     data = load_data(config, sources)
     task = sources.task or tasks.get(config.task or data.task)
@@ -227,15 +228,8 @@ def load_trained(run: Run, sources: Sources | None = None) -> Problem:
         raise LabError(f"{run.name} is not finished: steppe train --resume {run.folder}")
     if run.status == "diverged":
         raise LabError(f"{run.name} diverged, so there is no trained model to look at.")
-    config = run.config
-    given = [name for name in (config.data, config.model, config.task or "") if GIVEN in name]
-    if given and sources is None:
-        raise LabError(
-            f"{run.name} used Python objects ({', '.join(given)}), which no file can bring back: "
-            "in Python, steppe.report.analyses.problem_of(run, sources=…) takes them."
-        )
     with torch.random.fork_rng(devices=[]):
-        whole = load_problem(config.replace(init=None), sources or Sources())
+        whole = load_problem(run.config.replace(init=None), sources or Sources())
     with explained(f"the model of {run.name}"):
         whole.model.load_state_dict(torch.load(run.model_file, weights_only=True))
     whole.model.to(device()).eval()

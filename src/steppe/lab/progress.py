@@ -105,7 +105,6 @@ class Bars(rich.Progress):
         self.weights = weights
         self.active: dict[str, rich.TaskID] = {}
         self.parts: dict[str, float] = {}
-        self.ended = 0
         self.whole: rich.TaskID | None = None
         if len(weights) > 1:
             total, words = sum(weights.values()), f"0/{len(weights)} runs"
@@ -123,12 +122,11 @@ class Bars(rich.Progress):
         if self.whole is None:
             return
         self.parts[event.run] = 1.0 if event.done else event.step / event.steps
-        done = sum(self.weights.get(run, 1.0) * share for run, share in self.parts.items())
-        self.update(self.whole, completed=done)
         if event.done:
-            self.ended += 1
-            self.update(self.whole, words=f"{self.ended}/{len(self.weights)} runs")
             self.remove_task(self.active.pop(event.run))
+        done = sum(self.weights.get(run, 1.0) * share for run, share in self.parts.items())
+        words = f"{len(self.parts) - len(self.active)}/{len(self.weights)} runs"
+        self.update(self.whole, completed=done, words=words)
 
 
 def display(

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,14 @@ class Ray:
         finally:
             ray.shutdown()
 
-    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Tasks:
-        return Tasks(self, sources, store)
+    @contextmanager
+    def workers(self, runs: int, sources: Sources, store: str | Path | None) -> Iterator[Tasks]:
+        with self.open(), redirect_stdout(sys.stderr):  # Ray prints; tables go to stdout
+            tasks = Tasks(self, sources, store)
+            try:
+                yield tasks
+            finally:
+                tasks.leave()
 
 
 def _connect(ray: Any, address: str) -> None:
@@ -123,36 +129,24 @@ def _connect(ray: Any, address: str) -> None:
         ) from error
 
 
-class Tasks(AbstractContextManager["Tasks"]):
-    """Tasks of a Ray cluster."""
+class Tasks:
+    """Tasks of a Ray cluster that is open."""
 
     def __init__(self, engine: Ray, sources: Sources, store: str | Path | None) -> None:
-        self.engine, self.sources, self.store = engine, sources, store
-        self._ray = load_ray()
-        self._open: dict[Any, Trial] = {}
-        self._stack = ExitStack()
-        self._stopping = False
-
-    def __enter__(self) -> Tasks:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        with ExitStack() as stack:
-            stack.enter_context(self.engine.open())
-            stack.enter_context(redirect_stdout(sys.stderr))  # Ray prints; tables go to stdout
-            here = self._ray.get_runtime_context().get_node_id()  # the board ends with the driver
-            strategy = NodeAffinitySchedulingStrategy(here, soft=True)
-            board = self._ray.remote(Board)
-            self._board = board.options(num_cpus=0, scheduling_strategy=strategy).remote()
-            stack.callback(self._leave)
-            self._sources = self._ray.put(self._ray.cloudpickle.dumps(self.sources))
-            self._task = self._ray.remote(max_retries=0)(train_trial)
-            self._stack = stack.pop_all()
-        return self
+        self.engine, self.store = engine, store
+        self._ray = ray = load_ray()
+        self._open: dict[Any, Trial] = {}
+        self._stopping = False
+        self._sources = ray.put(ray.cloudpickle.dumps(sources))
+        self._task = ray.remote(max_retries=0)(train_trial)
+        here = ray.get_runtime_context().get_node_id()  # the board ends with the driver
+        strategy = NodeAffinitySchedulingStrategy(here, soft=True)
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=strategy)
+        self._board = board.remote()
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """On a cluster that stays, nothing of these workers does."""
         for task in self._open:
             self._ray.cancel(task, force=True)

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steppe.lab.engines import Job, named
+from steppe.lab.engines import Job
 from steppe.lab.errors import Interrupted, LabError
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Event, Listener
 from steppe.lab.results import Result
 from steppe.lab.runs import BusyError
 from steppe.lab.stopping import obey
-from steppe.lab.training import device_here, run_settled
+from steppe.lab.training import device_here
 
 logger = logging.getLogger("steppe")
 
@@ -96,17 +96,13 @@ def train_trial(trial: Trial, sources: bytes, board: Any) -> Result | Interrupte
     if trial.folder.is_dir():
         os.chdir(trial.folder)
     sys.path += [place for place in trial.path if place not in sys.path]
-    listener = named(lambda event: _tell(ray, board, event), trial.job.label)
     with _stop_heard(ray, board), _warnings_to(board, trial.job.label):
         device_here(trial.job.config.device)
         given: Sources = ray.cloudpickle.loads(sources)
         try:
-            result = _patiently(trial, given, listener)
+            return _patiently(trial, given, lambda event: _tell(ray, board, event))
         except Interrupted as stopped:  # raised, Ray would take it for a cancelled task
             return stopped
-        if trial.job.then is not None:
-            trial.job.then(result)
-    return result
 
 
 def _patiently(trial: Trial, sources: Sources, listener: Listener) -> Result:
@@ -114,7 +110,7 @@ def _patiently(trial: Trial, sources: Sources, listener: Listener) -> Result:
     deadline = time.monotonic() + (PATIENCE if trial.attempt else 0)
     while True:
         try:
-            return run_settled(trial.job.config, sources, trial.store, listener)
+            return trial.job.train(sources, trial.store, listener)
         except BusyError:
             if time.monotonic() > deadline:
                 raise

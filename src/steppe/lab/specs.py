@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -83,8 +84,6 @@ class Spec:
     @cached_property
     def full_strength(self) -> tuple[str, float] | None:
         """The strength as given, or the method's default; None for the baseline."""
-        if self.strength is not None:
-            return self.strength
         for each in self._make(self.options).passes:
             for name in STRENGTHS:
                 value = getattr(each.perturbation, name, None)
@@ -193,12 +192,7 @@ def as_spec(method: str | Spec | steppe.Method) -> Spec:
 
 def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
     """The spec that says what can be read off a method, and the method that its values make."""
-    noisy = _noisy(method)
-    strength = {
-        key: value
-        for key in option_names(name)
-        if key in STRENGTHS and (value := getattr(noisy.perturbation, key, None)) is not None
-    }
+    noisy = next((each for each in method.passes if each.perturbation), method.passes[0])
     values: dict[str, Any] = {
         "lam": noisy.weight,
         "same_batch": method.feed == "one",
@@ -206,28 +200,27 @@ def _described(name: str, method: steppe.Method) -> tuple[Spec, steppe.Method]:
         "samples": len(method.passes),
         "elementwise": type(noisy.perturbation).__name__ == "ElementwiseGaussian",
     }
-    written: dict[str, Value] = {}
-    exact: dict[str, Any] = {}
-    for key, parameter in inspect.signature(_function(name)).parameters.items():
+    function, exact = _function(name), {}
+    for key, parameter in inspect.signature(function).parameters.items():
         value = values.get(key, getattr(noisy.perturbation, key, None))
-        like = {} if key in STRENGTHS else strength
-        usual = getattr(_noisy(_function(name)(**like)).perturbation, key, None)
-        if value == parameter.default or (parameter.default is None and value == usual):
-            continue  # what None stands for
-        exact[key] = value
+        if value != parameter.default:
+            exact[key] = value
+    same = function(**exact)
+    options: dict[str, Value] = {}
+    for key in sorted(exact, key=lambda key: key not in STRENGTHS):
+        rest = {name: value for name, value in exact.items() if name != key}
+        with suppress(ValueError):
+            if function(**rest) == same:  # the value is what None stands for
+                exact = rest
+                continue
+        options[key] = exact[key]
         if key in STRENGTHS:
-            value, shape = _strength_and_shape(value)
+            options[key], shape = _strength_and_shape(exact[key])
             if key == "rise" and not callable(exact[key]):
                 shape = RAMPED
-            if shape != Spec(name, {key: value}).shape:
-                written["schedule"] = shape
-        written[key] = value
-    strength_first = dict(sorted(written.items(), key=lambda item: item[0] not in STRENGTHS))
-    return Spec(name, strength_first), _function(name)(**exact)
-
-
-def _noisy(method: steppe.Method) -> steppe.Pass:
-    return next((each for each in method.passes if each.perturbation), method.passes[0])
+            if shape != Spec(name, options).shape:
+                options["schedule"] = shape
+    return Spec(name, options), same
 
 
 def _strength_and_shape(strength: Any) -> tuple[Value, str]:

@@ -119,19 +119,17 @@ def compare_all(
     all later rows share that row's level.
     """
     ps = [paired_p(values) for values in differences]
-    adjusted = holm(ps)
-    found: dict[int, Difference] = {}
-    level, kept = alpha, False
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        if not kept:
-            level = alpha / (len(ps) - rank)
-            kept = ps[i] > level
-        n, (mean, std), p_holm = len(differences[i]), mean_std(differences[i]), adjusted[i]
+    adjusted, order = holm(ps), sorted(range(len(ps)), key=lambda i: ps[i])
+    significant = sum(p <= alpha for p in adjusted)
+    found = []
+    for i, (values, p_holm) in enumerate(zip(differences, adjusted, strict=True)):
+        level = alpha / (len(ps) - min(order.index(i), significant))
+        n, (mean, std) = len(values), mean_std(values)
         wide, usual = half_width(std, n, level), half_width(std, n, alpha)
         verdict: Verdict = "better" if (mean > 0) == higher_is_better else "worse"
         if n < ENOUGH or p_holm > alpha:
             verdict = "too few seeds" if n < ENOUGH else "no difference seen"
-        found[i] = Difference(
+        difference = Difference(
             n=n,
             mean=mean,
             std=std,
@@ -144,7 +142,8 @@ def compare_all(
             smallest=half_width(std, n, alpha / len(ps)),
             verdict=verdict,
         )
-    return [found[i] for i in range(len(ps))]
+        found.append(difference)
+    return found
 
 
 def equivalent(differences: Sequence[float], margin: float, alpha: float = ALPHA) -> bool:

@@ -45,20 +45,17 @@ def survival_cells(comparison: Comparison) -> list[Cell]:
         return result.compressed[statistics][change][result.metric]
 
     cells: list[Cell] = []
-    compared: list[int] = []
-    differences: list[list[float]] = []
+    differences: dict[int, list[float]] = {}
     for statistics in runs[0].compressed:
         for change in (UNCHANGED, *map(name_of, CHANGES)):
             for row in comparison.rows:
-                values = tuple(map(value, row.finished))
-                cells.append(Cell(row, change, statistics, values))
                 if change != UNCHANGED and row is not comparison.baseline:
-                    pairs = zip(row.results, comparison.baseline.results, strict=True)
-                    both = [(a, b) for a, b in pairs if a.status == b.status == "finished"]
-                    differences.append([value(a) - value(b) for a, b in both])
-                    compared.append(len(cells) - 1)
-    found = compare_all(differences, higher_is_better=comparison.example.higher_is_better)
-    for place, difference in zip(compared, found, strict=True):
+                    pairs = row.pairs(comparison.baseline)
+                    differences[len(cells)] = [value(a) - value(b) for a, b in pairs]
+                cells.append(Cell(row, change, statistics, tuple(map(value, row.finished))))
+    up = comparison.example.higher_is_better
+    found = compare_all(list(differences.values()), higher_is_better=up)
+    for place, difference in zip(differences, found, strict=True):
         cells[place] = replace(cells[place], difference=difference)
     return cells
 

@@ -120,7 +120,8 @@ def sweep(
     config = as_config(config)
     config = config.replace(threads=config.threads or place.threads)
     if not grid:
-        raise LabError("a sweep needs something to vary, for example --over lr=.01,.1.")
+        names = ", ".join(SEARCHES)
+        raise LabError(f"say what to vary: --over lr=.01,.1 or --search one of {names}.")
     numbers = seed_numbers(seeds, "sweep")
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())

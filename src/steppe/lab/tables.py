@@ -103,9 +103,7 @@ class Table:
 
     def csv(self) -> str:
         """Header and rows as CSV."""
-        stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows([self.header, *self.rows])
-        return stream.getvalue().rstrip("\n")
+        return as_csv([dict(zip(self.header, row, strict=True)) for row in self.rows])
 
     def html(self) -> str:
         """For notebooks, in the look of the report's tables."""

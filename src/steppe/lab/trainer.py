@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import steppe
 from steppe.lab.config import Config
 from steppe.lab.data import epoch_order, mix
-from steppe.lab.errors import LabError
+from steppe.lab.errors import LabError, explained
 from steppe.lab.problems import Problem
 from steppe.lab.ranks import Part, world
 from steppe.lab.specs import parse
@@ -48,7 +48,9 @@ class Trainer:
         if config.channels_last:
             check_channels(self.model, device)
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.per_epoch = steps_of_epoch(len(self.data.train), config)
+        n, drop = len(self.data.train), config.drop_last
+        with explained(""):
+            self.per_epoch = len(epoch_order(n, config.batch, seed=0, epoch=0, drop_last=drop))
         self.steps = config.steps or max(1, round(config.epochs * self.per_epoch))
         self.method = parse(config.method).build(self.steps)
         self.optimizer = make_optimizer(self.model, config)
@@ -234,18 +236,6 @@ def check_ranks(method: steppe.Method, size: int) -> None:
             f"{method.name} runs its {count} passes on different ranks, which {size} cannot be divided "
             f"into. Start {works}, … processes with torchrun --nproc-per-node."
         )
-
-
-def steps_of_epoch(samples: int, config: Config) -> int:
-    """How many batches an epoch has."""
-    if not config.drop_last:
-        return math.ceil(samples / config.batch)
-    if samples < config.batch:
-        raise LabError(
-            f"drop_last leaves nothing to train on: there are {samples} samples, fewer than a batch "
-            f"of {config.batch}. Set drop_last=false or a smaller batch."
-        )
-    return samples // config.batch
 
 
 def check_parts(samples: int, config: Config, part: Part) -> None:

@@ -40,7 +40,8 @@ def train(
         progress: True or False shows or hides it; a function is called with each `Event`.
     """
     with display(progress) as show:
-        result = run_config(as_config(config), sources or Sources(), store, show)
+        sources = sources or Sources()
+        result = run_config(settled(as_config(config), sources), sources, store, show)
     if result.status == "diverged":
         raise DivergedError(result.message)
     return result
@@ -49,14 +50,7 @@ def train(
 def run_config(
     config: Config, sources: Sources, store: str | Path | None, listener: Listener
 ) -> Result:
-    """`train` for programs: progress goes to a listener, and a diverged run is a result too."""
-    return run_settled(settled(config, sources), sources, store, listener)
-
-
-def run_settled(
-    config: Config, sources: Sources, store: str | Path | None, listener: Listener
-) -> Result:
-    """`run_config` of a config that is settled, perhaps by another machine."""
+    """`train` for programs, with a config that is settled; a diverged run is a result too."""
     if store is None:
         return _attempt(config, sources, None, listener)
     if (result := find_result(config, store)) is not None:

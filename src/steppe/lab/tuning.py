@@ -186,13 +186,9 @@ def _beyond(scores: Mapping[float, float]) -> tuple[float, ...]:
     values = sorted(scores)
     if len(values) < 2:
         return ()
-    ratio = values[1] / values[0]
-    best = _best(scores)
-    if best == values[-1]:
-        return _round(best * ratio), _round(best * ratio**2)
-    if best == values[0]:
-        return _round(best / ratio), _round(best / ratio**2)
-    return ()
+    best, ratio = _best(scores), values[1] / values[0]
+    power = {values[0]: -1, values[-1]: 1}.get(best, 0)
+    return (_round(best * ratio**power), _round(best * ratio ** (2 * power))) if power else ()
 
 
 def _round(value: float) -> float:

@@ -223,37 +223,28 @@ def known_targets(data: Data, purpose: str) -> Tensor:
 def prepared(
     data: Data, train_size: int | None, label_noise: float, validation: float, *, seed: int
 ) -> Data:
-    """The data after what of this is asked for, in this order."""
+    """The data after what of this is asked for, in this order; the test split stays as it is."""
     if train_size is not None:
-        data = with_train_size(data, train_size, seed=seed)
+        targets = known_targets(data, "train_size")
+        if not 1 <= train_size <= len(targets):
+            raise ValueError(
+                f"{data.name}: train_size must be 1 to {len(targets)}, got {train_size}."
+            )
+        subset = data.train.subset(stratified(targets, train_size, seed=seed))
+        data = data.noted(f"{train_size} training samples of {len(targets)}", train=subset)
     if label_noise:
-        data = with_label_noise(data, label_noise, seed=seed)
-    return with_validation(data, validation, seed=seed) if validation else data
-
-
-def with_train_size(data: Data, size: int, *, seed: int) -> Data:
-    """The data with a stratified subset of its training split."""
-    targets = known_targets(data, "train_size")
-    if not 1 <= size <= len(targets):
-        raise ValueError(f"{data.name}: train_size must be 1 to {len(targets)}, got {size}.")
-    chosen = stratified(targets, size, seed=seed)
-    note = f"{size} training samples of {len(targets)}"
-    return data.noted(note, train=data.train.subset(chosen))
-
-
-def with_label_noise(data: Data, fraction: float, *, seed: int) -> Data:
-    """The data with a fraction of its training labels replaced; the test labels stay true."""
-    targets = known_targets(data, "label_noise")
-    if data.classes is None:
-        raise ValueError(f"{data.name}: label_noise replaces class labels; this is a regression.")
-    changed = noisy(targets, fraction, classes=data.classes, seed=seed)
-    note = f"{fraction:.0%} of the training labels replaced at random"
-    return data.noted(note, train=data.train.relabelled(changed))
-
-
-def with_validation(data: Data, fraction: float, *, seed: int) -> Data:
-    """The data with a part of the training split set aside as `validation`."""
-    rows = held_out(known_targets(data, "validation"), fraction, seed=seed, key="validation")
-    rest, chosen = (data.train.subset(part.nonzero().flatten()) for part in (~rows, rows))
-    note = f"{len(chosen)} of them set aside for validation"
-    return data.noted(note, train=rest, validation=chosen)
+        targets = known_targets(data, "label_noise")
+        if data.classes is None:
+            raise ValueError(
+                f"{data.name}: label_noise replaces class labels; this is a regression."
+            )
+        changed = noisy(targets, label_noise, classes=data.classes, seed=seed)
+        note = f"{label_noise:.0%} of the training labels replaced at random"
+        data = data.noted(note, train=data.train.relabelled(changed))
+    if validation:
+        targets = known_targets(data, "validation")
+        rows = held_out(targets, validation, seed=seed, key="validation")
+        train, aside = (data.train.subset(part.nonzero().flatten()) for part in (~rows, rows))
+        note = f"{len(aside)} of them set aside for validation"
+        data = data.noted(note, train=train, validation=aside)
+    return data

@@ -43,8 +43,8 @@ def epoch_order(
         raise ValueError(f"n and batch must be at least 1, got n={n} and batch={batch}.")
     if drop_last and n < batch:
         raise ValueError(
-            f"drop_last leaves no batch of {n} samples, fewer than a batch of {batch}. Set "
-            "drop_last=false or a smaller batch."
+            f"drop_last leaves nothing to train on: there are {n} samples, fewer than a batch of "
+            f"{batch}. Set drop_last=false or a smaller batch."
         )
     order = torch.randperm(n, generator=generator("order", seed, epoch, stream))
     batches = list(torch.split(order, batch))

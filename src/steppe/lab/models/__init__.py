@@ -60,9 +60,8 @@ def build(
         return other(rest, classes=classes, shape=shape, **options)
     if colon:
         return from_user(name, classes=classes, shape=shape, width=width, **options)
-    wide = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     model = MODELS.get(name)
-    if wide:
+    if wide := re.fullmatch(r"wrn-(\d+)-(\d+)", name):
         model = partial(wide_resnet, depth=int(wide[1]), widen=int(wide[2]))
     if model is None:
         raise unknown("model", name, names())

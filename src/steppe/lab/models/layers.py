@@ -14,18 +14,17 @@ from typing import TypeVar
 from torch import nn
 
 T = TypeVar("T", bound=nn.Module)
-NORMS = (nn.BatchNorm2d, nn.LayerNorm)
 SMALL_IMAGE = 64  # up to this size: CIFAR's form of a network, above it ImageNet's
 
 
 def initialised(model: T) -> T:
-    """A convolution net or an MLP with its initial weights."""
+    """A new convolution net or MLP with its initial weights (norms have theirs from torch)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, (*NORMS, nn.Linear)):
+        elif isinstance(module, nn.Linear):
             module.reset_parameters()
     return model
 
@@ -39,8 +38,6 @@ def initialise_transformer(model: nn.Module) -> None:
             nn.init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, NORMS):
-            module.reset_parameters()
 
 
 def scaled(channels: int, width: float) -> int:

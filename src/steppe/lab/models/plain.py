@@ -34,24 +34,15 @@ def mlp(
     return initialised(nn.Sequential(*layers, nn.Linear(size, classes)))
 
 
-def small_conv(
-    classes: int,
-    shape: tuple[int, ...],
-    width: float = 1.0,
-    *,
-    channels: Sequence[int] = (16, 32, 64),
-) -> nn.Sequential:
+def small_conv(classes: int, shape: tuple[int, ...], width: float = 1.0) -> nn.Sequential:
     """3x3 convolutions with BatchNorm, halving the image between them, then mean and linear."""
     inputs, height, side = image_shape("small-conv", shape)
-    if min(height, side) < 2 ** (len(channels) - 1):
-        raise ValueError(f"small-conv halves the image {len(channels) - 1} times; got {shape}.")
-    layers: list[nn.Module] = []
-    for k, outputs in enumerate(scaled(c, width) for c in channels):
-        if k:
-            layers.append(nn.MaxPool2d(2))
-        layers += normed(inputs, outputs, 3)
-        inputs = outputs
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    if min(height, side) < 4:
+        raise ValueError(f"small-conv halves the image 2 times; got {shape}.")
+    first, second, third = (scaled(channels, width) for channels in (16, 32, 64))
+    layers = [*normed(inputs, first, 3), nn.MaxPool2d(2)]
+    layers += [*normed(first, second, 3), nn.MaxPool2d(2), *normed(second, third, 3)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, classes)]
     return initialised(nn.Sequential(*layers))
 
 

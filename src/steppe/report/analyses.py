@@ -81,7 +81,7 @@ def is_stored(run: Run, name: str, request: Request) -> bool:
     return found is not None and dict(found.request) == json.loads(json.dumps(dict(request)))
 
 
-def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -> Stored:
+def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -> Result:
     """Do an analysis and keep it."""
     folder = run.folder / FOLDER
     begin = time.perf_counter()
@@ -97,7 +97,7 @@ def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -
     folder.mkdir(exist_ok=True)
     target.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     result.save(target)
-    return Stored(run, result, about["request"], about["seconds"], about["environment"])
+    return result
 
 
 def described(result: Result) -> str:

@@ -215,12 +215,10 @@ def convergence_figure(rows: Mapping[str, Row]) -> Figure:
             points = mean_curve(runs, column)
             every = max(1, len(points) // 8)
             axis.plot([x for x, _ in points], [y for _, y in points], **style, markevery=every)
-    left.set_ylabel(f"training loss ({'true' if followed else 'perturbed'} weights)")
-    left.set_yscale("log")
+    seen = f"training loss ({'true' if followed else 'perturbed'} weights)"
+    left.set(xlabel="epoch", ylabel=seen, yscale="log")
     plain_ticks(left.yaxis)
-    right.set_ylabel(f"test {example.metric}")
-    for axis in (left, right):
-        axis.set_xlabel("epoch")
+    right.set(xlabel="epoch", ylabel=f"test {example.metric}")
     left.legend(frameon=False)
     return figure
 
@@ -249,10 +247,10 @@ def generalisation_figure(methods: Mapping[str, Sequence[Row]]) -> Figure:
             *(mean_std(row.values("test", example.metric)) for row in ordered), strict=True
         )
         error_bars(right, i, strengths, means, stds, name)
-    left.set_xlabel(f"final training loss ({_loss_name(example)})")
-    left.set_ylabel(f"gap in {example.metric}, train to test")
-    right.set_xlabel(f"{kinds[0]} (bars: standard deviation over seeds)")
-    right.set_ylabel(f"test {example.metric}")
+    loss = f"final training loss ({_loss_name(example)})"
+    left.set(xlabel=loss, ylabel=f"gap in {example.metric}, train to test")
+    bars = f"{kinds[0]} (bars: standard deviation over seeds)"
+    right.set(xlabel=bars, ylabel=f"test {example.metric}")
     left.legend(frameon=False)
     return figure
 
@@ -283,9 +281,9 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Row]]]) ->
             axis.text(column, row, words, ha="center", va="center", color=colour)
         axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
         axis.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
-        axis.set_xlabel(strength(rows[0])[0] or first if first == "strength" else first)
-        axis.set_ylabel(second)
-        axis.set_title(f"{title}, n = {min(len(row.results) for row in rows)}")
+        across = strength(rows[0])[0] or first if first == "strength" else first
+        seeds = f"{title}, n = {min(len(row.results) for row in rows)}"
+        axis.set(xlabel=across, ylabel=second, title=seeds)
         figure.colorbar(image, ax=axis, label=f"test {example.metric}")
     return figure
 

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steppe.analysis.directions import (
-    ascend,
-    orthonormal,
-    sam_direction,
-    weighted_mean,
-)
+from steppe.analysis.directions import ascend, orthonormal, sam_direction, weighted_mean
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Progress, Show
@@ -51,14 +46,12 @@ class RadiusCurve(Result):
         """
         if not rise > 0:
             raise ValueError(f"rise must be above 0, got {rise}.")
-        rises = [
-            [None if math.isnan(x) else x for x in row] for row in (self.loss - self.base).tolist()
-        ]
-        found = [radius_at(self.radii.tolist(), row, rise) for row in rises]
+        radii, rises = self.radii.tolist(), (self.loss - self.base).tolist()
+        found = [radius_at(radii, row, rise) for row in rises]
         return torch.tensor(found, dtype=torch.float64)
 
 
-def radius_at(radii: Sequence[float], rises: Sequence[float | None], rise: float) -> float:
+def radius_at(radii: Sequence[float], rises: Sequence[float], rise: float) -> float:
     """Where the loss has first risen so far, between radii along a power law; else infinity.
 
     >>> round(radius_at([0.1, 1.0, 10.0], [0.01, 1.0, 100.0], 0.25), 3)
@@ -66,8 +59,8 @@ def radius_at(radii: Sequence[float], rises: Sequence[float | None], rise: float
     """
     before: tuple[float, float] | None = None
     for radius, found in zip(radii, rises, strict=True):
-        if found is None or found >= rise:
-            if before is None or found is None:
+        if not found < rise:
+            if before is None or math.isnan(found):
                 return radius
             part = (rise - before[1]) / (found - before[1])
             if before[1] > 0:
@@ -129,11 +122,10 @@ def perturbation_curve(
     with problem.replica() as replica:
         base = replica.evaluate()[0]
         hessian = Hessian(replica)
-        parts: list[tuple[str, Any]] = [
-            (kind, b) for kind in kinds if kind != "random" for b in blocks
-        ]
-        if "random" in kinds:
-            parts += [("random", u) for u in orthonormal(replica.centre, count, seed)]
+        ends: dict[str, list[Any]] = dict.fromkeys(kinds, blocks)
+        if "random" in ends:
+            ends["random"] = orthonormal(replica.centre, count, seed)
+        parts = [(kind, end) for kind in kinds for end in ends[kind]]
 
         def row(index: int) -> Tensor:
             kind, part = parts[index]

@@ -81,7 +81,7 @@ def sharpness(
     parts = -(-problem.samples // m)
     edges = [round(i * problem.samples / parts) for i in range(parts + 1)]
     rows = [slice(a, b) for a, b in pairwise(edges)]
-    sizes = [float(b - a) for a, b in pairwise(edges)]
+    sizes = [part.stop - part.start for part in rows]
     settings: dict[str, Any] = {"rho": rho, "case": case, "m": m, "adaptive": adaptive}
     settings |= {"draws": draws, "steps": steps, "seed": seed, "origin": problem.describe()}
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)

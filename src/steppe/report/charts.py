@@ -172,7 +172,6 @@ def line_chart(
     series: Sequence[Series],
     x_label: str,
     y_label: str,
-    summary: str,
     *,
     log_x: bool = False,
     log_y: bool = False,
@@ -182,7 +181,7 @@ def line_chart(
 
     `log_y` takes a logarithmic scale where the values span more than a factor of 20.
     """
-    drawn = [s for s in series if not s.theory] or list(series)
+    drawn = [s for s in series if not s.theory]
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
     if whole:
@@ -191,7 +190,14 @@ def line_chart(
     x = scale_for(xs, *ACROSS, log=log_x, margin=0.03)
     y = scale_for(ys, *UPWARDS, log=log_y and wide(ys))
     lines = [_line(s, x, y) for s in series]
-    return figure([axes(x, y, x_label, y_label), *lines], summary)
+    ends = "; ".join(f"{s.name} {_ends(s)}" for s in drawn)
+    return figure([axes(x, y, x_label, y_label), *lines], f"{y_label} against {x_label}. {ends}")
+
+
+def _ends(series: Series) -> str:
+    """`0.97 at 8 to 0.61 at 2`; a series of one point has one end."""
+    ends = [f"{shown(y)} at {shown(x)}" for x, y in (series.points[0], series.points[-1])]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def key(index: int) -> tuple[str, str]:
@@ -243,9 +249,7 @@ class Interval:
     hollow: bool = False
 
 
-def interval_chart(
-    rows: Sequence[Interval], x_label: str, summary: str, *, zero: bool = False
-) -> str:
+def interval_chart(rows: Sequence[Interval], x_label: str, *, zero: bool = False) -> str:
     """A row for each method: the name above, then mean, interval and the single seeds."""
     step = 46.0
     height = TOP + step * len(rows) + BOTTOM
@@ -258,7 +262,8 @@ def interval_chart(
             at = {"x1": x(0), "x2": x(0), "y1": top + 19, "y2": top + step}
             parts.append(tag("line", **at, class_="zero"))
         parts.append(_interval(row, x, top + 14, top + 29))
-    return figure(parts, summary, height=height)
+    said = "; ".join(f"{row.name} {row.words}" for row in rows)
+    return figure(parts, f"{x_label}. {said}", height=height)
 
 
 def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
@@ -286,7 +291,6 @@ def area_chart(
     y: Scale,
     mark: tuple[float, str],
     labels: tuple[str, str],
-    summary: str,
 ) -> str:
     """A filled curve with one marked place, on scales that several charts share."""
     line = path((x(a), y(max(b, y.low))) for a, b in points)
@@ -300,7 +304,7 @@ def area_chart(
         tag("text", text(words), x=at + side, y=TOP + 12, text_anchor=anchor, class_="name"),
     )
     group = tag("g", *drawn, class_=f"series s{index % STYLES}", data_series=index)
-    return figure([axes(x, y, *labels), group], summary)
+    return figure([axes(x, y, *labels), group], f"{labels[1]} against {labels[0]}: {words}")
 
 
 def figure(parts: Sequence[str], summary: str, *, height: float = HEIGHT) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDTH, HEIGHT = 480.0, 310.0
 LEFT, RIGHT, TOP, BOTTOM = 68.0, 14.0, 14.0, 46.0
@@ -113,15 +113,12 @@ def scale_for(
 ) -> Scale:
     """A scale that holds all finite values, with a margin on both sides."""
     finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    if log:
-        low, high = (low, high) if high > low else (low / 2, high * 2)
-        room = (high / low) ** margin
-        return Scale(low / room, high * room, start, end, log=True)
+    low, high = (min(finite), max(finite)) if finite else (0.1, 1.0)
     if high == low:
-        low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
-    room = margin * (high - low)
-    return Scale(low - room, high + room, start, end)
+        room = 0.05 * (abs(low) or 1)
+        low, high = (low / 2, high * 2) if log else (low - room, high + room)
+    exact = Scale(low, high, start, end, log)
+    return replace(exact, low=exact.value(-margin), high=exact.value(1 + margin))
 
 
 def marker(x: float, y: float, index: int, title: str = "", size: float = 4.5) -> str:
@@ -209,30 +206,30 @@ def key(index: int) -> tuple[str, str]:
 
 def _line(series: Series, x: Scale, y: Scale) -> str:
     inside = [(x(a), y(b)) if y.low <= b <= y.high else (x(a), math.nan) for a, b in series.points]
-    kind = f"series s{series.index % STYLES}{' theory' if series.theory else ''}"
-    line = tag(
-        "path", d=path(inside), class_="line", stroke_dasharray=DASHES[series.index % STYLES]
-    )
-    if series.theory:
-        return tag("g", line, class_=kind, data_series=series.index)
+    dash = DASHES[series.index % STYLES]
+    parts = [tag("path", d=path(inside), class_="line", stroke_dasharray=dash)]
     every = max(1, len(inside) // 8)
-    marks = []
     for i, ((px, py), (a, b)) in enumerate(zip(inside, series.points, strict=True)):
         # Marks of different lines sit at different places, the last point always has one.
         wanted = i == len(inside) - 1 or i % every == series.index % every
-        if not math.isfinite(py) or not wanted:
+        if series.theory or not math.isfinite(py) or not wanted:
             continue
         error = series.errors[i] if series.errors else math.nan
         if math.isfinite(error) and error > 0:
             low, high = number(y(max(b - error, y.low))), number(y(min(b + error, y.high)))
             left = number(px - 4)
             bar = f"M{number(px)} {low}V{high}M{left} {low}h8M{left} {high}h8"
-            marks.append(tag("path", d=bar, class_="whisker"))
+            parts.append(tag("path", d=bar, class_="whisker"))
         spread = f" ± {shown(error, 2)}" if math.isfinite(error) else ""
-        marks.append(
-            marker(px, py, series.index, f"{series.name}: {shown(b)}{spread} at {shown(a)}")
-        )
-    return tag("g", line, *marks, class_=kind, data_series=series.index)
+        title = f"{series.name}: {shown(b)}{spread} at {shown(a)}"
+        parts.append(marker(px, py, series.index, title))
+    return _group(series.index, parts, "theory" if series.theory else None)
+
+
+def _group(index: int, parts: Iterable[str], kind: str | None = None) -> str:
+    """What belongs to one series, in its colour."""
+    kinds = filter(None, ["series", f"s{index % STYLES}", kind])
+    return tag("g", *parts, class_=" ".join(kinds), data_series=index)
 
 
 @dataclass(frozen=True)
@@ -281,7 +278,7 @@ def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
     if math.isfinite(row.mean):
         mark = marker(x(row.mean), y, row.index, f"{row.name}: {row.words}", size=5.5)
         parts.append(tag("g", mark, class_="hollow" if row.hollow else None))
-    return tag("g", *parts, class_=f"series s{row.index % STYLES}", data_series=row.index)
+    return _group(row.index, parts)
 
 
 def area_chart(
@@ -303,8 +300,9 @@ def area_chart(
         tag("path", d=f"M{number(at)} {TOP + 12}l-5 -9h10Z", class_="mark"),
         tag("text", text(words), x=at + side, y=TOP + 12, text_anchor=anchor, class_="name"),
     )
-    group = tag("g", *drawn, class_=f"series s{index % STYLES}", data_series=index)
-    return figure([axes(x, y, *labels), group], f"{labels[1]} against {labels[0]}: {words}")
+    return figure(
+        [axes(x, y, *labels), _group(index, drawn)], f"{labels[1]} against {labels[0]}: {words}"
+    )
 
 
 def figure(parts: Sequence[str], summary: str, *, height: float = HEIGHT) -> str:

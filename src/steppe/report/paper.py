@@ -21,7 +21,7 @@ from steppe.report import figures
 from steppe.report.canvas import SURFACE, error_bars, marked_style, panels, plain_ticks
 from steppe.report.pictures import analysis_figure
 from steppe.report.sections import mean_curve
-from steppe.report.subjects import compared, find_results
+from steppe.report.subjects import by_experiment, compared, find_results, runs_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,20 +89,15 @@ class PaperFigure:
         if self.runs:
             rows = compared([result for row in pool for result in row.results]).rows
             return {_labelled(row): row for row in rows}
-        named: dict[str, Row] = {}
-        missing = []
-        for text in self.methods or METHODS[self.number]:
-            config = recipe(self._recipe, text)
-            same = [g for g in pool if g.results[0].config.experiment == config.experiment]
-            named |= {row.label: row for row in same}
-            missing += [] if same else [config.method]
-        if missing:
+        by_identity = {row.results[0].config.experiment: row for row in pool}
+        wanted = [recipe(self._recipe, text) for text in self.methods or METHODS[self.number]]
+        if missing := [c.method for c in wanted if c.experiment not in by_identity]:
             follow = " --track-train" if self.number == "2" else ""
             raise self._lacks(
                 f"runs of {', '.join(missing)}",
                 f"steppe compare {' '.join(missing)} --recipe {self._recipe}{follow}",
             )
-        return named
+        return {(row := by_identity[config.experiment]).label: row for config in wanted}
 
     def _ranges(self) -> dict[str, list[Row]]:
         """By method the experiments over its strength, at least two."""
@@ -142,10 +137,7 @@ class PaperFigure:
     def _minima(self) -> dict[str, Figure]:
         """Figures 1 and 5, from analyses stored with the runs."""
         kinds = ("radius",) if self.number == "1" else ("landscape", "spectrum")
-        runs = [
-            (name, [Run(r.folder) for r in row.finished if r.folder is not None])
-            for name, row in self._experiments().items()
-        ]
+        runs = [(name, runs_of(row)) for name, row in self._experiments().items()]
         drawn = {kind: analysis_figure(kind, runs, self.store) for kind in kinds}
         return {"": drawn["radius"]} if self.number == "1" else drawn
 
@@ -169,12 +161,8 @@ def _readable(run: Run) -> Result | None:
 
 def experiments(results: Sequence[Result]) -> list[Row]:
     """Finished results, seeds of one experiment together."""
-    found: dict[str, dict[int, Result]] = {}
-    for result in results:
-        if result.status == "finished":
-            found.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
     rows = []
-    for seeds in found.values():
+    for seeds in by_experiment([result for result in results if result.status == "finished"]):
         config = next(iter(seeds.values())).config
         name = label(parse(config.method), config.optimizer)
         rows.append(Row(config.method, name, "", tuple(seeds.values())))
@@ -204,10 +192,7 @@ def convergence_figure(rows: Mapping[str, Row]) -> Figure:
     figure, (left, right) = panels(2, width=4.2)
     example = next(iter(rows.values())).finished[0]
     true_loss, tested = f"train_{_loss_name(example)}", f"test_{example.metric}"
-    curves = {
-        name: [Run(r.folder).metrics for r in row.finished if r.folder]
-        for name, row in rows.items()
-    }
+    curves = {name: [run.metrics for run in runs_of(row)] for name, row in rows.items()}
     followed = all(mean_curve(runs, true_loss) for runs in curves.values())
     for i, (name, runs) in enumerate(curves.items()):
         style = {**marked_style(i), "label": f"{name}, n = {len(runs)}"}

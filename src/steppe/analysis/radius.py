@@ -118,7 +118,9 @@ def perturbation_curve(
     settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
     settings |= {"steps": steps, "seed": seed, "origin": problem.describe()}
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
-    bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
+    # Forwards over all samples for one radius; a gradient counts as three.
+    cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
+    bar = Progress("radius", len(lengths) * sum(cost[kind] for kind in kinds), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
         hessian = Hessian(replica)
@@ -178,9 +180,3 @@ def _adversarial(
         base, curvature = replica.evaluate(rows)[0], hessian.curvature(v, rows)
         theory = [base + r * slope + 0.5 * r * r * curvature for r in radii]
     return [ascend(replica, rows, r, steps, start=v) for r in radii], theory
-
-
-def passes(kinds: Sequence[str], count: int, steps: int) -> int:
-    """What one radius costs in forwards over all samples; a gradient counts as three."""
-    cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
-    return sum(cost[kind] for kind in kinds)

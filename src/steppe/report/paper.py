@@ -136,10 +136,10 @@ class PaperFigure:
 
     def _minima(self) -> dict[str, Figure]:
         """Figures 1 and 5, from analyses stored with the runs."""
-        kinds = ("radius",) if self.number == "1" else ("landscape", "spectrum")
         runs = [(name, runs_of(row)) for name, row in self._experiments().items()]
-        drawn = {kind: analysis_figure(kind, runs, self.store) for kind in kinds}
-        return {"": drawn["radius"]} if self.number == "1" else drawn
+        if self.number == "1":
+            return {"": analysis_figure("radius", runs, self.store)}
+        return {k: analysis_figure(k, runs, self.store) for k in ("landscape", "spectrum")}
 
     def _lacks(self, what: str, *commands: str) -> LabError:
         where = "these runs" if self.runs else f"{self.store}, recipe {self._recipe}"

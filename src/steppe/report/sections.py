@@ -94,13 +94,10 @@ def convergence_section(gathered: Gathered) -> Section | Absent:
         ("loss", "training loss", "Training loss as the optimizer saw it, that is, at perturbed "
          f"weights for the methods that perturb; {about}."),
     ):  # fmt: skip
-        series = [
-            Series(gathered.rows[i].label, i, mean_curve(runs, column))
-            for i, runs in epochs.items()
-        ]
-        filled = [s for s in series if len(s.points) > 1]
-        if filled:
-            chart = line_chart(filled, "epoch", label, log_y=column == "loss")
+        curves = {i: mean_curve(runs, column) for i, runs in epochs.items()}
+        series = [Series(gathered.rows[i].label, i, c) for i, c in curves.items() if len(c) > 1]
+        if series:
+            chart = line_chart(series, "epoch", label, log_y=column == "loss")
             charts.append(captioned(chart, words))
     if not charts:
         return Absent("Convergence", "steppe compare … --eval-every 1 (runs kept in a store)")

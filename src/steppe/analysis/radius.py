@@ -129,15 +129,15 @@ def perturbation_curve(
             ends["random"] = orthonormal(replica.centre, count, seed)
         parts = [(kind, end) for kind in kinds for end in ends[kind]]
 
-        def row(index: int) -> Tensor:
-            kind, part = parts[index]
+        def row(part: tuple[str, Any]) -> Tensor:
+            kind, end = part
             if kind == "random":
-                found = _random(hessian, part, lengths, base)
+                found = _random(hessian, end, lengths, base)
             else:
-                found = _adversarial(hessian, part, lengths, steps if kind == "pgd" else 0)
+                found = _adversarial(hessian, end, lengths, steps if kind == "pgd" else 0)
             return torch.tensor(found, dtype=torch.float64)
 
-        rows = bar.rows(len(parts), row, problem)
+        rows = bar.rows(parts, row, problem)
     sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
     sizes |= {"random": [1.0] * count}
     of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}

@@ -98,12 +98,7 @@ def robustness(
         # Forwards over all samples for each line of the plan.
         each = 2 + bench.recalibration / problem.samples if bench.recalibration else 1
         bar = Progress("robustness", round(len(plan) * each), progress)
-
-        def row(index: int) -> Tensor:
-            change, number = plan[index]
-            return bench.measure(chosen[change], number)
-
-        rows = bar.rows(len(plan), row, problem)
+        rows = bar.rows(plan, lambda line: bench.measure(chosen[line[0]], line[1]), problem)
     shape = (len(METRICS), rows.shape[1], len(chosen), 2 * draws)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     for (change, number), measured in zip(plan, rows, strict=True):

@@ -91,9 +91,9 @@ def sharpness(
         def losses() -> Tensor:
             return torch.tensor([replica.evaluate(part)[0] for part in rows], dtype=torch.float64)
 
-        def worst(part: int) -> Tensor:
-            start, _ = sam_direction(replica, rows[part], scales)
-            loss = ascend(replica, rows[part], rho, steps, start=start, scales=scales)
+        def worst(part: slice) -> Tensor:
+            start, _ = sam_direction(replica, part, scales)
+            loss = ascend(replica, part, rho, steps, start=start, scales=scales)
             return torch.tensor(loss, dtype=torch.float64)
 
         def both_ways(draw: int) -> Tensor:
@@ -107,10 +107,10 @@ def sharpness(
 
         base = losses()
         if case == "worst":
-            rises = bar.rows(parts, worst, problem) - base
+            rises = bar.rows(rows, worst, problem) - base
             value, error = weighted_mean(rises, sizes)
         else:
-            every = bar.rows(draws, both_ways, problem) - base
+            every = bar.rows(range(draws), both_ways, problem) - base
             rises = every.mean(0)
             value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
     return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)

@@ -249,13 +249,10 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Row]]]) ->
 
     figure, axes = panels(len(studies), width=4.6, columns=2)
     for axis, (title, (first, second, rows)) in zip(axes, studies.items(), strict=True):
-        example = rows[0].results[0]
-        points = {
-            (option(row, first), option(row, second)): mean_std(row.values("test", example.metric))[
-                0
-            ]
-            for row in rows
-        }
+        metric = rows[0].results[0].metric
+        means = [mean_std(row.values("test", metric))[0] for row in rows]
+        places = [(option(row, first), option(row, second)) for row in rows]
+        points = dict(zip(places, means, strict=True))
         xs, ys = (sorted(set(values)) for values in zip(*points, strict=True))
         grid = np.array([[points.get((x, y), np.nan) for x in xs] for y in ys])
         image = axis.imshow(np.ma.masked_invalid(grid), cmap=SURFACE, origin="lower", aspect="auto")
@@ -269,7 +266,7 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Row]]]) ->
         across = strength(rows[0])[0] or first if first == "strength" else first
         seeds = f"{title}, n = {min(len(row.results) for row in rows)}"
         axis.set(xlabel=across, ylabel=second, title=seeds)
-        figure.colorbar(image, ax=axis, label=f"test {example.metric}")
+        figure.colorbar(image, ax=axis, label=f"test {metric}")
     return figure
 
 

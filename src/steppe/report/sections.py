@@ -131,10 +131,10 @@ def cost_section(gathered: Gathered) -> Section | Absent:
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:
-    """Low end, mean and high end of the 95 % interval of the mean; NaN ends for one seed."""
+    """Low end, mean and high end of the 95 % interval of the mean; infinite for one seed."""
     values = row.values("test", metric)
     mean, std = mean_std(values)
-    wide = half_width(std, len(values)) if len(values) > 1 else math.nan
+    wide = half_width(std, len(values))
     return mean - wide, mean, mean + wide
 
 

@@ -12,7 +12,6 @@ from torch import nn
 import steppe
 from steppe.analysis import (
     Blur,
-    Change,
     Contrast,
     InputNoise,
     Problem,
@@ -22,7 +21,7 @@ from steppe.analysis import (
     WeightNoise,
     robustness,
 )
-from steppe.analysis.robustness import changed_weights, forwards, standard_changes
+from steppe.analysis.robustness import changed_weights
 
 from .known import settled_net
 
@@ -263,12 +262,14 @@ def test_what_cannot_be_measured_is_refused():
         robustness(problem, include="some")
 
 
-def test_the_number_of_forwards_is_counted():
+def test_the_number_of_forwards_is_counted(capsys):
     problem = conv_problem()
-    changes = standard_changes(problem)
-    random = sum(change.random for change in changes)
-    assert forwards(problem, changes, draws=3) == len(changes) - random + 6 * random
-    assert forwards(problem, [Change()], 1, recalibration=2 * problem.samples) == 4
+    robustness(problem, [Rounding(4), WeightNoise(0.1)], draws=3, progress=True)
+    assert f"robustness: {1 + 1 + 6} forwards" in capsys.readouterr().err
+    batches = [problem.data[0]] * 2
+    twice = {"recalibrate": batches, "recalibration_samples": 2 * problem.samples}
+    robustness(problem, [Rounding(4)], **twice, progress=True)
+    assert f"robustness: {2 * (1 + 1 + 2)} forwards" in capsys.readouterr().err
 
 
 def test_a_result_reads_in_words_and_draws_itself():

@@ -162,12 +162,10 @@ class WeightNoise(Change):
     random: ClassVar[bool] = True
 
     def weights(self, weights: Sequence[Tensor], draw: Draw) -> list[Tensor]:
-        if self.ratio == 0:
-            return list(weights)
         seed_of = draw.block_seeds(len(weights))
         moved = []
         for number, w in enumerate(weights):
-            z = _normal(w.shape, w, seed_of(number))
+            z = _normal(w, seed_of(number))
             count = w.numel() // len(w) if w.ndim > 1 else w.numel()
             std = draw.sign * self.ratio / math.sqrt(count) * filter_norms(w)
             moved.append((w + z * std).to(w.dtype))
@@ -183,11 +181,9 @@ class InputNoise(Change):
     random: ClassVar[bool] = True
 
     def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
-        if self.level == 0:
-            return x
         # Each sample has its own seed: the noise does not depend on the micro-batches.
         seed_of = draw.block_seeds(2**20)
-        noise = torch.stack([_normal(s.shape, s, seed_of(first + i)) for i, s in enumerate(x)])
+        noise = torch.stack([_normal(s, seed_of(first + i)) for i, s in enumerate(x)])
         return x.add((noise * scale).to(x.dtype), alpha=draw.sign * self.level)
 
 
@@ -218,8 +214,6 @@ class Contrast(Change):
     kind: ClassVar[str] = "contrast"
 
     def inputs(self, x: Tensor, first: int, scale: Tensor, draw: Draw) -> Tensor:
-        if self.factor == 1:
-            return x
         return x.mean((2, 3), keepdim=True).lerp(x, self.factor)
 
 
@@ -248,6 +242,6 @@ def words(kind: str, size: float, scheme: str) -> str:
     return known.get(kind, f"{kind} {size:g}")
 
 
-def _normal(shape: torch.Size, like: Tensor, seed: int) -> Tensor:
+def _normal(like: Tensor, seed: int) -> Tensor:
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return standard_normal_(torch.empty(shape, dtype=dtype, device=like.device), seed)
+    return standard_normal_(torch.empty(like.shape, dtype=dtype, device=like.device), seed)

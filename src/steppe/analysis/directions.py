@@ -102,24 +102,21 @@ def ascend(
     gradient, each projected back into the ball. The best point seen counts.
     """
     eps = [rho * v for v in start]
-    best = -math.inf
-    for step in range(steps + 1):
+    losses = []
+    for _ in range(steps):
         replica.offset(eps)
-        if step == steps:
-            loss = replica.evaluate(rows)[0]
-        else:
-            loss, gradient = replica.gradient(rows)
-        if not loss <= best:  # a NaN is the worst loss there is, and stays
-            best = loss
-        if math.isnan(loss) or step == steps:
-            break
+        loss, gradient = replica.gradient(rows)
+        losses.append(loss)
         uphill, _ = _steepest(gradient, scales)
         moved = [e.add(v, alpha=rho) for e, v in zip(eps, uphill, strict=True)]
         # Where the scale is 0 nothing moves: 0 / 0 counts as 0.
         inverse = None if scales is None else [torch.where(c > 0, 1 / c, 0.0) for c in scales]
         size = length(scaled(moved, inverse))
         eps = [e * min(1.0, rho / size) for e in moved] if size > 0 else moved
-    return best
+    replica.offset(eps)
+    losses.append(replica.evaluate(rows)[0])
+    # A NaN is the worst loss there is, and `max` keeps it.
+    return torch.tensor(losses, dtype=torch.float64).max().item()
 
 
 def _steepest(

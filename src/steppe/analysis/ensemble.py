@@ -102,7 +102,7 @@ def ensemble(
                 mean = sums - math.log(number)
             return torch.stack([_metrics(logs, y), _metrics(mean, y)])
 
-        rows = bar.rows(samples + 1, row, problem)
+        rows = bar.rows(range(samples + 1), row, problem)
     return Ensemble(
         single=rows[0, 0],
         members=rows[1:, 0],

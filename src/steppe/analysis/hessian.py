@@ -112,4 +112,4 @@ def _gradient(outputs: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[T
     curved = [output for output in outputs if output.grad_fn is not None]
     if not curved:
         return [torch.zeros_like(p) for p in params]
-    return torch.autograd.grad(curved, params, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(curved, params, materialize_grads=True)

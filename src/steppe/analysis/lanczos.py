@@ -25,13 +25,12 @@ class Krylov:
     eps: float
     seed: int = 0
     locked: tuple[Tensor, ...] = ()
-    alpha: list[float] = field(default_factory=list)
-    beta: list[float] = field(default_factory=list)
-    basis: list[Tensor] = field(default_factory=list)
+    alpha: list[float] = field(default_factory=list, init=False)
+    beta: list[float] = field(default_factory=list, init=False)
+    basis: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        if not self.basis:
-            self.basis.append(self._fresh())
+        self.basis.append(self._fresh())
 
     def __len__(self) -> int:
         return len(self.alpha)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -66,15 +67,16 @@ def landscape(
     with problem.replica() as replica:
         d1, d2 = (_direction(replica, seed) for seed in seeds)
 
-        def point(index: int) -> Tensor:
-            a, b = axis[index // n].item(), axis[index % n].item()
+        def point(place: tuple[float, float]) -> Tensor:
+            a, b = place
             moved = zip(replica.centre, d1, d2, strict=True)
             replica.place([w.add(u, alpha=a).add_(v, alpha=b) for w, u, v in moved])
             loss, right = replica.evaluate()
             return torch.tensor([loss, math.nan if right is None else right], dtype=torch.float64)
 
         centre = replica.evaluate()[0]
-        loss, accuracy = bar.rows(n * n, point, problem).reshape(n, n, 2).unbind(2)
+        places = list(product(axis.tolist(), axis.tolist()))
+        loss, accuracy = bar.rows(places, point, problem).reshape(n, n, 2).unbind(2)
     return Landscape(
         origin=origin,
         a=axis,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
     from steppe.analysis.problem import Problem
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,13 @@ class Progress:
         if self.show is True:
             sys.stderr.write("\n")
 
-    def rows(self, count: int, row: Callable[[int], Tensor], problem: Problem) -> Tensor:
-        """`row(0), row(1), …` stacked, each an equal part of the work."""
+    def rows(self, parts: Sequence[P], row: Callable[[P], Tensor], problem: Problem) -> Tensor:
+        """The rows of all parts stacked, each an equal part of the work."""
         self.start(problem)
         found = []
-        for index in range(count):
-            found.append(row(index))
-            self.step(by=self.total / count)
+        for part in parts:
+            found.append(row(part))
+            self.step(by=self.total / len(parts))
         self.close()
         return torch.stack(found)
 

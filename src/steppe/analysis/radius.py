@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steppe.analysis.directions import (
-    ascend,
-    orthonormal,
-    sam_direction,
-    weighted_mean,
-)
+from steppe.analysis.directions import ascend, orthonormal, sam_direction, weighted_mean
 from steppe.analysis.hessian import Hessian
 from steppe.analysis.problem import Problem, check_problem
 from steppe.analysis.progress import Progress, Show
@@ -51,14 +46,12 @@ class RadiusCurve(Result):
         """
         if not rise > 0:
             raise ValueError(f"rise must be above 0, got {rise}.")
-        rises = [
-            [None if math.isnan(x) else x for x in row] for row in (self.loss - self.base).tolist()
-        ]
-        found = [radius_at(self.radii.tolist(), row, rise) for row in rises]
+        radii, rises = self.radii.tolist(), (self.loss - self.base).tolist()
+        found = [radius_at(radii, row, rise) for row in rises]
         return torch.tensor(found, dtype=torch.float64)
 
 
-def radius_at(radii: Sequence[float], rises: Sequence[float | None], rise: float) -> float:
+def radius_at(radii: Sequence[float], rises: Sequence[float], rise: float) -> float:
     """Where the loss has first risen so far, between radii along a power law; else infinity.
 
     >>> round(radius_at([0.1, 1.0, 10.0], [0.01, 1.0, 100.0], 0.25), 3)
@@ -66,8 +59,8 @@ def radius_at(radii: Sequence[float], rises: Sequence[float | None], rise: float
     """
     before: tuple[float, float] | None = None
     for radius, found in zip(radii, rises, strict=True):
-        if found is None or found >= rise:
-            if before is None or found is None:
+        if not found < rise:
+            if before is None or math.isnan(found):
                 return radius
             part = (rise - before[1]) / (found - before[1])
             if before[1] > 0:
@@ -125,25 +118,26 @@ def perturbation_curve(
     settings: dict[str, Any] = {"kinds": tuple(kinds), "batch": batch, "directions": count}
     settings |= {"steps": steps, "seed": seed, "origin": problem.describe()}
     blocks = [slice(i, i + batch) for i in range(0, problem.samples, batch)]
-    bar = Progress("radius", len(lengths) * passes(kinds, count, steps), progress)
+    # Forwards over all samples for one radius; a gradient counts as three.
+    cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
+    bar = Progress("radius", len(lengths) * sum(cost[kind] for kind in kinds), progress)
     with problem.replica() as replica:
         base = replica.evaluate()[0]
         hessian = Hessian(replica)
-        parts: list[tuple[str, Any]] = [
-            (kind, b) for kind in kinds if kind != "random" for b in blocks
-        ]
-        if "random" in kinds:
-            parts += [("random", u) for u in orthonormal(replica.centre, count, seed)]
+        ends: dict[str, list[Any]] = dict.fromkeys(kinds, blocks)
+        if "random" in ends:
+            ends["random"] = orthonormal(replica.centre, count, seed)
+        parts = [(kind, end) for kind in kinds for end in ends[kind]]
 
-        def row(index: int) -> Tensor:
-            kind, part = parts[index]
+        def row(part: tuple[str, Any]) -> Tensor:
+            kind, end = part
             if kind == "random":
-                found = _random(hessian, part, lengths, base)
+                found = _random(hessian, end, lengths, base)
             else:
-                found = _adversarial(hessian, part, lengths, steps if kind == "pgd" else 0)
+                found = _adversarial(hessian, end, lengths, steps if kind == "pgd" else 0)
             return torch.tensor(found, dtype=torch.float64)
 
-        rows = bar.rows(len(parts), row, problem)
+        rows = bar.rows(parts, row, problem)
     sizes = {kind: [float(len(problem.data[0][block])) for block in blocks] for kind in kinds}
     sizes |= {"random": [1.0] * count}
     of = {kind: rows[[i for i, part in enumerate(parts) if part[0] == kind]] for kind in kinds}
@@ -186,9 +180,3 @@ def _adversarial(
         base, curvature = replica.evaluate(rows)[0], hessian.curvature(v, rows)
         theory = [base + r * slope + 0.5 * r * r * curvature for r in radii]
     return [ascend(replica, rows, r, steps, start=v) for r in radii], theory
-
-
-def passes(kinds: Sequence[str], count: int, steps: int) -> int:
-    """What one radius costs in forwards over all samples; a gradient counts as three."""
-    cost = {"random": 2 * count, "sam": 1, "pgd": 3 * steps + 1}
-    return sum(cost[kind] for kind in kinds)

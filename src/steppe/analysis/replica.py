@@ -117,10 +117,9 @@ class Replica:
         sums = [torch.zeros_like(p) for p in self.params]
         for x, y in self.batches(rows):
             loss = self.problem.loss(self.model(x), y)
-            grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+            grads = torch.autograd.grad(loss, self.params, materialize_grads=True)
             for s, g in zip(sums, grads, strict=True):
-                if g is not None:
-                    s.add_(g, alpha=len(x))
+                s.add_(g, alpha=len(x))
             total += loss.item() * len(x)
             count += len(x)
         return total / count, [s.div_(count) for s in sums]

@@ -95,14 +95,10 @@ def robustness(
             "seed": seed,
             "origin": problem.describe(),
         }
-        total = forwards(problem, chosen, draws, bench.recalibration)
-        bar = Progress("robustness", total, progress)
-
-        def row(index: int) -> Tensor:
-            change, number = plan[index]
-            return bench.measure(chosen[change], number)
-
-        rows = bar.rows(len(plan), row, problem)
+        # Forwards over all samples for each line of the plan.
+        each = 2 + bench.recalibration / problem.samples if bench.recalibration else 1
+        bar = Progress("robustness", round(len(plan) * each), progress)
+        rows = bar.rows(plan, lambda line: bench.measure(chosen[line[0]], line[1]), problem)
     shape = (len(METRICS), rows.shape[1], len(chosen), 2 * draws)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     for (change, number), measured in zip(plan, rows, strict=True):
@@ -115,14 +111,6 @@ def standard_changes(problem: Problem) -> tuple[Change, ...]:
     x = problem.data[0]
     of_inputs = ON_INPUTS if x.is_floating_point() else ()
     return ON_WEIGHTS + of_inputs + (ON_IMAGES if _are_images(x) else ())
-
-
-def forwards(
-    problem: Problem, changes: Sequence[Change], draws: int, recalibration: int = 0
-) -> int:
-    """How many forwards over all samples it takes; `recalibration` samples after each change."""
-    times = sum(2 * draws if change.random else 1 for change in changes)
-    return round(times * (2 + recalibration / problem.samples)) if recalibration else times
 
 
 class _Bench:

@@ -81,7 +81,7 @@ def sharpness(
     parts = -(-problem.samples // m)
     edges = [round(i * problem.samples / parts) for i in range(parts + 1)]
     rows = [slice(a, b) for a, b in pairwise(edges)]
-    sizes = [float(b - a) for a, b in pairwise(edges)]
+    sizes = [part.stop - part.start for part in rows]
     settings: dict[str, Any] = {"rho": rho, "case": case, "m": m, "adaptive": adaptive}
     settings |= {"draws": draws, "steps": steps, "seed": seed, "origin": problem.describe()}
     bar = Progress("sharpness", 2 * draws if case == "average" else 3 * steps + 4, progress)
@@ -91,9 +91,9 @@ def sharpness(
         def losses() -> Tensor:
             return torch.tensor([replica.evaluate(part)[0] for part in rows], dtype=torch.float64)
 
-        def worst(part: int) -> Tensor:
-            start, _ = sam_direction(replica, rows[part], scales)
-            loss = ascend(replica, rows[part], rho, steps, start=start, scales=scales)
+        def worst(part: slice) -> Tensor:
+            start, _ = sam_direction(replica, part, scales)
+            loss = ascend(replica, part, rho, steps, start=start, scales=scales)
             return torch.tensor(loss, dtype=torch.float64)
 
         def both_ways(draw: int) -> Tensor:
@@ -107,10 +107,10 @@ def sharpness(
 
         base = losses()
         if case == "worst":
-            rises = bar.rows(parts, worst, problem) - base
+            rises = bar.rows(rows, worst, problem) - base
             value, error = weighted_mean(rises, sizes)
         else:
-            every = bar.rows(draws, both_ways, problem) - base
+            every = bar.rows(range(draws), both_ways, problem) - base
             rises = every.mean(0)
             value, error = weighted_mean(weighted_mean(every.T, sizes)[0], [1.0] * draws)
     return Sharpness(value=value.item(), error=error.item(), rises=rises, **settings)

@@ -35,9 +35,8 @@ class Stored:
 
     run: Run
     result: Result
-    request: Request
-    seconds: float
-    environment: Mapping[str, Any]
+    about: Mapping[str, Any]
+    """`request`, `seconds` and `environment`."""
 
 
 def problem_of(
@@ -72,16 +71,16 @@ def load(run: Run, name: str) -> Stored | None:
         result = Result.load(file)
     except (OSError, ValueError, KeyError) as error:
         raise LabError(f"{file} cannot be read ({error}). Delete it and analyse again.") from None
-    return Stored(run, result, about["request"], about["seconds"], about["environment"])
+    return Stored(run, result, about)
 
 
 def is_stored(run: Run, name: str, request: Request) -> bool:
     """Whether this very analysis was made before."""
     found = load(run, name)
-    return found is not None and dict(found.request) == json.loads(json.dumps(dict(request)))
+    return found is not None and found.about["request"] == json.loads(json.dumps(dict(request)))
 
 
-def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -> Stored:
+def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -> Result:
     """Do an analysis and keep it."""
     folder = run.folder / FOLDER
     begin = time.perf_counter()
@@ -97,7 +96,7 @@ def perform(run: Run, name: str, request: Request, work: Callable[[], Result]) -
     folder.mkdir(exist_ok=True)
     target.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     result.save(target)
-    return Stored(run, result, about["request"], about["seconds"], about["environment"])
+    return result
 
 
 def described(result: Result) -> str:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import shlex
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
 import steppe
-from steppe.lab.errors import LabError, explained
+from steppe.lab.errors import LabError
 from steppe.lab.options import Quiet, Words
 from steppe.lab.runs import DEFAULT_STORE, Run
-
-# What measures is imported where it is used: `--help` must not wait for torch.
-if TYPE_CHECKING:
-    from steppe.analysis import Problem
 
 logger = logging.getLogger("steppe")
 
@@ -49,7 +44,7 @@ class Common:
 
 
 @dataclass(frozen=True)
-class Analysis(ABC):
+class Analysis:
     runs: Annotated[Positional[Words], tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Runs: names, folders, patterns with *, or a comparison's FILE.json."""
     common: OmitArgPrefixes[Common] = field(default_factory=Common)
@@ -70,10 +65,6 @@ class Analysis(ABC):
         """What the function takes beside the problem; by default the options of the command."""
         return self.options()
 
-    @abstractmethod
-    def work(self, problem: Problem) -> dict[str, int]:
-        """How many forwards, gradients or products over all samples it takes."""
-
     @property
     def stem(self) -> str:
         """The name of its file."""
@@ -86,22 +77,19 @@ class Analysis(ABC):
 
     def run(self) -> None:
         """Analyse all runs that do not have this result yet."""
+        # Imported here: `--help` must not wait for torch.
         from steppe.report.analyses import described, is_stored, perform, problem_of
 
         function = getattr(steppe.analysis, self.function or self.name)
         common, request, subjects = self.common, self.request(), self._subjects()
-        progress = False if common.quiet else None
         todo = [r for r in subjects if common.again or not is_stored(r, self.stem, request)]
         if len(todo) < len(subjects):
             logger.info("%d of %d are stored already", len(subjects) - len(todo), len(subjects))
-        for number, run in enumerate(todo):
+        for number, run in enumerate(todo, 1):
             problem = problem_of(run, common.samples, common.split, common.bn)
-            if number == 0 and not common.quiet:
-                self._announce(problem, len(todo))
-            options = {**self.arguments(run), "progress": progress}
-            measure = partial(function, problem, **options)
-            stored = perform(run, self.stem, request, measure)
-            logger.info("[%d/%d] %s: %s", number + 1, len(todo), run.name, described(stored.result))
+            options = {**self.arguments(run), "progress": False if common.quiet else None}
+            result = perform(run, self.stem, request, partial(function, problem, **options))
+            logger.info("[%d/%d] %s: %s", number, len(todo), run.name, described(result))
         self._say_where(subjects)
 
     def _say_where(self, subjects: list[Run]) -> None:
@@ -115,14 +103,6 @@ class Analysis(ABC):
         if len(subjects) > 1 and self.name != "sharpness":
             store = "" if self.common.store == DEFAULT_STORE else f" --store {self.common.store}"
             logger.info("together: steppe figure %s %s%s", self.name, shlex.join(self.runs), store)
-
-    def _announce(self, problem: Problem, count: int) -> None:
-        with explained(self.name):
-            work = {unit: count * times for unit, times in self.work(problem).items()}
-            cost = steppe.analysis.estimate(problem, **work)
-        runs = f"{count} runs" if count > 1 else "1 run"
-        size = f"{problem.samples} samples, {problem.size} weights"
-        logger.info("%s of %s (%s): %s", self.name, runs, size, cost)
 
     def _subjects(self) -> list[Run]:
         """The runs named; of a comparison, the first `seeds` of each method."""
@@ -153,9 +133,6 @@ class Landscape(Analysis):
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"n": self.n, "span": self.span, "seeds": self.directions}
 
-    def work(self, problem: Problem) -> dict[str, int]:
-        return {"forwards": self.n**2}
-
 
 @dataclass(frozen=True)
 class Spectrum(Analysis):
@@ -167,9 +144,6 @@ class Spectrum(Analysis):
     """Random starting vectors."""
     seed: int = 0
     """Of the probes."""
-
-    def work(self, problem: Problem) -> dict[str, int]:
-        return {"products": min(self.steps, problem.size) * self.probes}
 
 
 @dataclass(frozen=True)
@@ -189,12 +163,6 @@ class Radius(Analysis):
     seed: int = 0
     """Of the random directions."""
     function: ClassVar[str] = "perturbation_curve"
-
-    def work(self, problem: Problem) -> dict[str, int]:
-        from steppe.analysis.radius import passes
-
-        each = passes(self.kinds, min(self.directions, problem.size), self.steps)
-        return {"forwards": max(1, each * len(self.radii))}
 
 
 @dataclass(frozen=True)
@@ -220,9 +188,6 @@ class Sharpness(Analysis):
     def stem(self) -> str:
         return f"sharpness-{self.case}{'-adaptive' if self.adaptive else ''}"
 
-    def work(self, problem: Problem) -> dict[str, int]:
-        return {"forwards": 2 * self.draws if self.case == "average" else 3 * self.steps + 4}
-
 
 @dataclass(frozen=True)
 class Robustness(Analysis):
@@ -244,14 +209,6 @@ class Robustness(Analysis):
         batches = training_batches(load_trained(run), run.config, self.recalibration_samples)
         return {"recalibrate": batches, **self.options()}
 
-    def work(self, problem: Problem) -> dict[str, int]:
-        from steppe.analysis.robustness import forwards, standard_changes
-        from steppe.batchnorm import tracked_norms
-
-        recalibration = self.recalibration_samples if tracked_norms(problem.model) else 0
-        changes = standard_changes(problem)
-        return {"forwards": forwards(problem, changes, self.draws, recalibration)}
-
 
 @dataclass(frozen=True)
 class Ensemble(Analysis):
@@ -267,9 +224,6 @@ class Ensemble(Analysis):
 
     def arguments(self, run: Run) -> dict[str, Any]:
         return {"ratio": self.ratio, "samples": self.draws, "seed": self.seed}
-
-    def work(self, problem: Problem) -> dict[str, int]:
-        return {"forwards": self.draws + 1}
 
 
 @dataclass(frozen=True)

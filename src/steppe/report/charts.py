@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDTH, HEIGHT = 480.0, 310.0
 LEFT, RIGHT, TOP, BOTTOM = 68.0, 14.0, 14.0, 46.0
@@ -113,15 +113,12 @@ def scale_for(
 ) -> Scale:
     """A scale that holds all finite values, with a margin on both sides."""
     finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    if log:
-        low, high = (low, high) if high > low else (low / 2, high * 2)
-        room = (high / low) ** margin
-        return Scale(low / room, high * room, start, end, log=True)
+    low, high = (min(finite), max(finite)) if finite else (0.1, 1.0)
     if high == low:
-        low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
-    room = margin * (high - low)
-    return Scale(low - room, high + room, start, end)
+        room = 0.05 * (abs(low) or 1)
+        low, high = (low / 2, high * 2) if log else (low - room, high + room)
+    exact = Scale(low, high, start, end, log)
+    return replace(exact, low=exact.value(-margin), high=exact.value(1 + margin))
 
 
 def marker(x: float, y: float, index: int, title: str = "", size: float = 4.5) -> str:
@@ -172,7 +169,6 @@ def line_chart(
     series: Sequence[Series],
     x_label: str,
     y_label: str,
-    summary: str,
     *,
     log_x: bool = False,
     log_y: bool = False,
@@ -182,7 +178,7 @@ def line_chart(
 
     `log_y` takes a logarithmic scale where the values span more than a factor of 20.
     """
-    drawn = [s for s in series if not s.theory] or list(series)
+    drawn = [s for s in series if not s.theory]
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points]
     if whole:
@@ -191,7 +187,14 @@ def line_chart(
     x = scale_for(xs, *ACROSS, log=log_x, margin=0.03)
     y = scale_for(ys, *UPWARDS, log=log_y and wide(ys))
     lines = [_line(s, x, y) for s in series]
-    return figure([axes(x, y, x_label, y_label), *lines], summary)
+    ends = "; ".join(f"{s.name} {_ends(s)}" for s in drawn)
+    return figure([axes(x, y, x_label, y_label), *lines], f"{y_label} against {x_label}. {ends}")
+
+
+def _ends(series: Series) -> str:
+    """`0.97 at 8 to 0.61 at 2`; a series of one point has one end."""
+    ends = [f"{shown(y)} at {shown(x)}" for x, y in (series.points[0], series.points[-1])]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def key(index: int) -> tuple[str, str]:
@@ -203,30 +206,30 @@ def key(index: int) -> tuple[str, str]:
 
 def _line(series: Series, x: Scale, y: Scale) -> str:
     inside = [(x(a), y(b)) if y.low <= b <= y.high else (x(a), math.nan) for a, b in series.points]
-    kind = f"series s{series.index % STYLES}{' theory' if series.theory else ''}"
-    line = tag(
-        "path", d=path(inside), class_="line", stroke_dasharray=DASHES[series.index % STYLES]
-    )
-    if series.theory:
-        return tag("g", line, class_=kind, data_series=series.index)
+    dash = DASHES[series.index % STYLES]
+    parts = [tag("path", d=path(inside), class_="line", stroke_dasharray=dash)]
     every = max(1, len(inside) // 8)
-    marks = []
     for i, ((px, py), (a, b)) in enumerate(zip(inside, series.points, strict=True)):
         # Marks of different lines sit at different places, the last point always has one.
         wanted = i == len(inside) - 1 or i % every == series.index % every
-        if not math.isfinite(py) or not wanted:
+        if series.theory or not math.isfinite(py) or not wanted:
             continue
         error = series.errors[i] if series.errors else math.nan
         if math.isfinite(error) and error > 0:
             low, high = number(y(max(b - error, y.low))), number(y(min(b + error, y.high)))
             left = number(px - 4)
             bar = f"M{number(px)} {low}V{high}M{left} {low}h8M{left} {high}h8"
-            marks.append(tag("path", d=bar, class_="whisker"))
+            parts.append(tag("path", d=bar, class_="whisker"))
         spread = f" ± {shown(error, 2)}" if math.isfinite(error) else ""
-        marks.append(
-            marker(px, py, series.index, f"{series.name}: {shown(b)}{spread} at {shown(a)}")
-        )
-    return tag("g", line, *marks, class_=kind, data_series=series.index)
+        title = f"{series.name}: {shown(b)}{spread} at {shown(a)}"
+        parts.append(marker(px, py, series.index, title))
+    return _group(series.index, parts, "theory" if series.theory else None)
+
+
+def _group(index: int, parts: Iterable[str], kind: str | None = None) -> str:
+    """What belongs to one series, in its colour."""
+    kinds = filter(None, ["series", f"s{index % STYLES}", kind])
+    return tag("g", *parts, class_=" ".join(kinds), data_series=index)
 
 
 @dataclass(frozen=True)
@@ -243,9 +246,7 @@ class Interval:
     hollow: bool = False
 
 
-def interval_chart(
-    rows: Sequence[Interval], x_label: str, summary: str, *, zero: bool = False
-) -> str:
+def interval_chart(rows: Sequence[Interval], x_label: str, *, zero: bool = False) -> str:
     """A row for each method: the name above, then mean, interval and the single seeds."""
     step = 46.0
     height = TOP + step * len(rows) + BOTTOM
@@ -258,7 +259,8 @@ def interval_chart(
             at = {"x1": x(0), "x2": x(0), "y1": top + 19, "y2": top + step}
             parts.append(tag("line", **at, class_="zero"))
         parts.append(_interval(row, x, top + 14, top + 29))
-    return figure(parts, summary, height=height)
+    said = "; ".join(f"{row.name} {row.words}" for row in rows)
+    return figure(parts, f"{x_label}. {said}", height=height)
 
 
 def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
@@ -276,7 +278,7 @@ def _interval(row: Interval, x: Scale, words_y: float, y: float) -> str:
     if math.isfinite(row.mean):
         mark = marker(x(row.mean), y, row.index, f"{row.name}: {row.words}", size=5.5)
         parts.append(tag("g", mark, class_="hollow" if row.hollow else None))
-    return tag("g", *parts, class_=f"series s{row.index % STYLES}", data_series=row.index)
+    return _group(row.index, parts)
 
 
 def area_chart(
@@ -286,7 +288,6 @@ def area_chart(
     y: Scale,
     mark: tuple[float, str],
     labels: tuple[str, str],
-    summary: str,
 ) -> str:
     """A filled curve with one marked place, on scales that several charts share."""
     line = path((x(a), y(max(b, y.low))) for a, b in points)
@@ -299,8 +300,9 @@ def area_chart(
         tag("path", d=f"M{number(at)} {TOP + 12}l-5 -9h10Z", class_="mark"),
         tag("text", text(words), x=at + side, y=TOP + 12, text_anchor=anchor, class_="name"),
     )
-    group = tag("g", *drawn, class_=f"series s{index % STYLES}", data_series=index)
-    return figure([axes(x, y, *labels), group], summary)
+    return figure(
+        [axes(x, y, *labels), _group(index, drawn)], f"{labels[1]} against {labels[0]}: {words}"
+    )
 
 
 def figure(parts: Sequence[str], summary: str, *, height: float = HEIGHT) -> str:

@@ -61,16 +61,14 @@ def landscape_figure(results: Landscape | Mapping[str, Landscape]) -> Figure:
     levels = norm.inverse(np.linspace(0, 1, 14)[1:-1])
     for axis, (name, result) in zip(axes, by_name.items(), strict=True):
         grid = (result.b.numpy(), result.a.numpy(), surfaces[name])
-        axis.set_aspect("equal")
         axis.patch.set(hatch="////", edgecolor="grey", facecolor="none")
         smooth = "nearest" if result.holes else "gouraud"
         axis.pcolormesh(*grid, cmap=SURFACE, norm=norm, shading=smooth, rasterized=True)
         axis.contour(*grid, levels=levels, colors="white", linewidths=0.6)
         for colour, width in (("white", 3), ("black", 1)):
             axis.plot(0, 0, marker="+", color=colour, markersize=9, markeredgewidth=width)
-        axis.set_title(f"{name} ({result.holes} not finite)" if result.holes else name)
-        axis.set_xlabel("along $d_2$")
-        axis.set_ylabel("along $d_1$")
+        title = f"{name} ({result.holes} not finite)" if result.holes else name
+        axis.set(aspect="equal", title=title, xlabel="along $d_2$", ylabel="along $d_1$")
     bar = figure.colorbar(ScalarMappable(norm, SURFACE), ax=axes, label="loss", shrink=0.85)
     if bar.ax.get_yscale() == "log":
         plain_ticks(bar.ax.yaxis)
@@ -94,11 +92,9 @@ def spectrum_figure(results: Spectrum | Mapping[str, Spectrum]) -> Figure:
         words = rf"$\lambda_{{\max}}$ = {result.largest:.3g} "
         coordinates = ("data", "axes fraction")
         axis.annotate(words, (result.largest, 0.82), xycoords=coordinates, ha="right")
-        axis.set_yscale("log")
-        axis.set_ylim(floor, 3 * peak)
+        axis.set(yscale="log", ylim=(floor, 3 * peak), ylabel="density")
         trace = f"trace {result.trace:.3g} ± {result.trace_error:.1g}"
         axis.set_title(f"{name}, {trace}, BN {result.origin['bn']}", fontsize="medium")
-        axis.set_ylabel("density")
     axes[-1].set_xlabel("eigenvalue of the Hessian")
     return figure
 
@@ -126,11 +122,10 @@ def radius_figure(results: RadiusCurve | Mapping[str, RadiusCurve], *, rise: flo
             axis.axhline(level, color="black", linewidth=0.8, linestyle=":")
             stars = {"markersize": 9, "zorder": 3, "label": f"loss rise {rise:g}"}
             axis.plot(reached, torch.full_like(reached, level), "k*", **stars)
-        axis.set_xscale("log")
+        title = f"{name}, batch {result.batch}, n = {result.origin['samples']}"
+        axis.set(xscale="log", title=title, xlabel=r"perturbation radius $\|\epsilon\|$")
         if float(result.loss.nan_to_num(math.inf).min()) > 0 and top > 20 * result.base:
             axis.set_yscale("log")
-        axis.set_title(f"{name}, batch {result.batch}, n = {result.origin['samples']}")
-        axis.set_xlabel(r"perturbation radius $\|\epsilon\|$")
     figure.supylabel("expected loss", fontsize="medium")
     if any(torch.isfinite(result.theory).any() for result in by_name.values()):
         axes[0].plot([], [], color="grey", linewidth=3, alpha=0.4, label="second order")
@@ -145,25 +140,23 @@ def robustness_figure(results: Robustness | Mapping[str, Robustness]) -> Figure:
     """
     by_name = named(results)
     accuracy = has_accuracy(by_name.values())
-    lines = []
-    for number, (name, result) in enumerate(by_name.items()):
-        for i, (statistics, curves) in enumerate(survival_curves([result], accuracy).items()):
-            words = [name, statistics if len(result.statistics) > 1 else ""]
-            lines.append((", ".join(filter(None, words)), number, i, curves))
-    shown = list(dict.fromkeys(panel for *_, curves in lines for panel in curves))
+    drawn = [survival_curves([result], accuracy) for result in by_name.values()]
+    shown = list(dict.fromkeys(panel for of in drawn for curves in of.values() for panel in curves))
     if not shown:
         raise ValueError("There is nothing to draw: no change was measured at two sizes.")
     figure, axes = panels(len(shown), columns=4, width=2.8)
     for axis, panel in zip(axes, shown, strict=True):
-        for name, number, i, curves in lines:
-            if panel in curves:
-                x, y, bars = zip(*curves[panel], strict=True)
-                error_bars(axis, number, x, y, bars, name, linestyle=":" if i else "-")
+        for i, (name, of) in enumerate(zip(by_name, drawn, strict=True)):
+            for style, (statistics, curves) in zip("-:", of.items(), strict=False):
+                if panel in curves:
+                    x, y, bars = zip(*curves[panel], strict=True)
+                    words = filter(None, [name, statistics if len(of) > 1 else ""])
+                    error_bars(axis, i, x, y, bars, ", ".join(words), linestyle=style)
         axis.set_title(panel, fontsize="medium")
         if panel.startswith(BACKWARDS):
             axis.invert_xaxis()
     figure.supylabel("accuracy %" if accuracy else "loss", fontsize="medium")
-    if any(name for name, *_ in lines):
+    if axes[0].get_legend_handles_labels()[1]:
         shared_legend(figure, axes)
     return figure
 
@@ -181,8 +174,7 @@ def tradeoff_figure(alpha: float = 1.0, beta: float = 10.0, d: int = 100) -> Fig
         name = r"$\lambda$ = 1 (RWP)" if lam == 1 else rf"$\lambda$ = {lam:g}"
         axis.plot(floors, smooth, **line_style(i), label=name)
     axis.axvspan(*(theory.noise_floor(beta, m * alpha / beta, d) for m in (1, 2)), alpha=0.12)
-    axis.set_xscale("log")
-    axis.set_xlabel(r"noise floor $2\beta^2\lambda^2\sigma^2 d$ (shaded: the lemma's range)")
-    axis.set_ylabel("smoothness (lower is smoother)")
+    floor = r"noise floor $2\beta^2\lambda^2\sigma^2 d$ (shaded: the lemma's range)"
+    axis.set(xscale="log", xlabel=floor, ylabel="smoothness (lower is smoother)")
     axis.legend(frameon=False)
     return figure

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from steppe.lab.comparison import Comparison, Row
-from steppe.lab.runs import DEFAULT_STORE, Run
+from steppe.lab.runs import DEFAULT_STORE
 from steppe.report.analyses import Stored, load
+from steppe.report.subjects import runs_of
 
 LONGEST = 17
 """So many letters of a name fit beside a mark."""
@@ -52,10 +53,9 @@ class Gathered:
         """An analysis by the number of its row and by seed."""
         found: dict[int, dict[int, Stored]] = {}
         for index, row in enumerate(self.rows):
-            for result in row.finished:
-                analysis = load(Run(result.folder), name) if result.folder else None
-                if analysis is not None:
-                    found.setdefault(index, {})[result.config.seed] = analysis
+            for run in runs_of(row):
+                if (analysis := load(run, name)) is not None:
+                    found.setdefault(index, {})[run.config.seed] = analysis
         return found
 
     def every(self, name: str) -> dict[int, list[Any]]:
@@ -68,19 +68,13 @@ class Gathered:
     def analyses(self) -> dict[str, dict[int, Stored]]:
         """All stored analyses by name and row, one of each row."""
         cases = ("worst", "average", "worst-adaptive", "average-adaptive")
-        names = (
-            "landscape",
-            "spectrum",
-            "radius",
-            "robustness",
-            *(f"sharpness-{c}" for c in cases),
-        )
-        found = {name: self.stored(name) for name in names}
-        return {
-            name: {row: next(iter(of.values())) for row, of in rows.items()}
-            for name, rows in found.items()
-            if rows
+        names = ["landscape", "spectrum", "radius", "robustness"]
+        names += [f"sharpness-{case}" for case in cases]
+        found = {
+            name: {row: next(iter(of.values())) for row, of in self.stored(name).items()}
+            for name in names
         }
+        return {name: rows for name, rows in found.items() if rows}
 
     def results(self, name: str) -> dict[int, Any]:
         """The results of an analysis by row."""
@@ -88,8 +82,7 @@ class Gathered:
 
     def epochs(self, row: Row) -> list[list[dict[str, float]]]:
         """The records of each finished run of a row."""
-        folders = [result.folder for result in row.finished if result.folder is not None]
-        return [metrics for folder in folders if (metrics := Run(folder).metrics)]
+        return [metrics for run in runs_of(row) if (metrics := run.metrics)]
 
     def command(self, words: str) -> str:
         """A command about these runs, to be typed."""

@@ -71,14 +71,12 @@ def _edges(far: float) -> list[str]:
     end, middle = MARGIN + SIZE, MARGIN + SIZE / 2
     words = []
     for at, value in ((MARGIN, -far), (middle, 0.0), (end, far)):
-        shown_value = shown(value, 3)
-        words.append(tag("text", text(shown_value), x=at, y=end + 16, class_="tick x"))
-        up = 2 * middle - at
-        words.append(tag("text", text(shown_value), x=MARGIN - 6, y=up + 4, class_="tick y"))
-    words.append(tag("text", text("along d₂"), x=middle, y=end + 34, class_="label"))
+        said, up = text(shown(value, 3)), 2 * middle - at + 4
+        words.append(tag("text", said, x=at, y=end + 16, class_="tick x"))
+        words.append(tag("text", said, x=MARGIN - 6, y=up, class_="tick y"))
     turned = f"translate(11 {middle}) rotate(-90)"
-    words.append(tag("text", text("along d₁"), transform=turned, class_="label"))
-    return words
+    across = tag("text", text("along d₂"), x=middle, y=end + 34, class_="label")
+    return [*words, across, tag("text", text("along d₁"), transform=turned, class_="label")]
 
 
 def contour(grid: list[list[float | None]], level: float, place: Scale) -> str:

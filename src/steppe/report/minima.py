@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from steppe.analysis import RadiusCurve, Result
 from steppe.lab.statistics import mean_std
@@ -23,7 +23,7 @@ from steppe.report.sections import (
     legend,
     note,
 )
-from steppe.report.survival import BACKWARDS, Groups, shared_curves
+from steppe.report.survival import Groups, shared_curves
 
 KINDS = {
     "random": "random directions",
@@ -72,7 +72,8 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
                 points = list(zip(x, y, strict=True))
                 series.append(Series(gathered.rows[index].label, index, points, halves))
             way = f", BatchNorm {statistics}" if len(first) > 1 else ""
-            drawn.append(_chart(series, panel, way, label))
+            caption = f"{panel[0].upper()}{panel[1:]}{way}."
+            drawn.append(captioned(line_chart(series, panel, label), caption))
     about = "One run a method; bars are the standard deviation over draws of noise."
     if (runs := len(next(iter(groups.values())))) > 1:
         about = f"Mean over {runs} runs a method, of the same seeds, with its 95 % interval."
@@ -81,15 +82,6 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
     origin = next((words for words in said if words.startswith("Not")), said[0])
     notes = filter(None, [_borne(gathered, groups), about, origin])
     return legend(gathered, groups) + columns(drawn) + note(*notes)
-
-
-def _chart(series: Sequence[Series], panel: str, way: str, label: str) -> str:
-    worst = 0 if panel.startswith(BACKWARDS) else -1
-    ends = "; ".join(f"{s.name} {shown(s.points[worst][1], 3)}" for s in series)
-    at = shown(series[0].points[worst][0])
-    caption = f"{panel[0].upper()}{panel[1:]}{way}."
-    summary = f"{label} against {panel}{way}. At {at}: {ends}"
-    return captioned(line_chart(series, panel, label, summary), caption)
 
 
 def _borne(gathered: Gathered, groups: Groups) -> str:
@@ -166,8 +158,7 @@ def spectrum_section(gathered: Gathered) -> Section | Absent:
         points = list(zip(s.grid.tolist(), s.density.tolist(), strict=True))[::2]
         mark = (s.largest, f"λmax = {shown(s.largest, 3)}")
         labels = ("eigenvalue of the Hessian", "density")
-        summary = f"Spectrum of {name}: largest eigenvalue {said}, trace {trace}."
-        chart = charts.area_chart(points, index, x, y, mark, labels, summary)
+        chart = charts.area_chart(points, index, x, y, mark, labels)
         drawn.append(captioned(chart, f"{name}: trace {trace}"))
         probes = f"{s.steps} × {s.probes}"
         rows.append((name, said, shown(s.smallest), trace, probes, str(s.origin["bn"])))
@@ -188,11 +179,8 @@ def radius_section(gathered: Gathered) -> Section | Absent:
     drawn = []
     for kind, words in KINDS.items():
         series = [line for i, c in curves.items() for line in _curve(c, kind, i, gathered)]
-        lines = [s for s in series if not s.theory]
-        if lines:
-            said = "; ".join(f"{s.name} {shown(s.points[-1][1], 3)}" for s in lines)
-            summary = f"Loss against radius, {words}. At the largest radius: {said}"
-            chart = line_chart(series, "radius ‖ε‖", "mean loss", summary, log_x=True, log_y=True)
+        if series:
+            chart = line_chart(series, "radius ‖ε‖", "mean loss", log_x=True, log_y=True)
             drawn.append(captioned(chart, f"{words[0].upper()}{words[1:]}."))
     first = next(iter(curves.values()))
     about = (

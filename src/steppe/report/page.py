@@ -140,12 +140,15 @@ def _analyses(gathered: Gathered) -> str:
     rows = []
     for name, found in gathered.analyses.items():
         for stored in found.values():
-            asked = _plain({k: v for k, v in stored.request.items() if k != "analysis"})
-            where, data = stored.environment, stored.result.origin
+            about, data = stored.about, stored.result.origin
+            asked = _plain({k: v for k, v in about["request"].items() if k != "analysis"})
+            where = about["environment"]
             commit = where.get("commit") or "installed"
             versions = f"steppe {where.get('steppe')} ({commit}), torch {where.get('torch')}"
             hashes = f"data {data['data_hash']}, weights {data['weights_hash']}"
-            rows.append((name, stored.run.name, asked, hashes, versions, f"{stored.seconds:.1f} s"))
+            rows.append(
+                (name, stored.run.name, asked, hashes, versions, f"{about['seconds']:.1f} s")
+            )
     header = ("analysis", "run", "asked for", "digests", "with", "time")
     return sections.html_table(header, rows, kind="wordy")
 

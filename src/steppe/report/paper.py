@@ -21,7 +21,7 @@ from steppe.report import figures
 from steppe.report.canvas import SURFACE, error_bars, marked_style, panels, plain_ticks
 from steppe.report.pictures import analysis_figure
 from steppe.report.sections import mean_curve
-from steppe.report.subjects import compared, find_results
+from steppe.report.subjects import by_experiment, compared, find_results, runs_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,20 +89,15 @@ class PaperFigure:
         if self.runs:
             rows = compared([result for row in pool for result in row.results]).rows
             return {_labelled(row): row for row in rows}
-        named: dict[str, Row] = {}
-        missing = []
-        for text in self.methods or METHODS[self.number]:
-            config = recipe(self._recipe, text)
-            same = [g for g in pool if g.results[0].config.experiment == config.experiment]
-            named |= {row.label: row for row in same}
-            missing += [] if same else [config.method]
-        if missing:
+        by_identity = {row.results[0].config.experiment: row for row in pool}
+        wanted = [recipe(self._recipe, text) for text in self.methods or METHODS[self.number]]
+        if missing := [c.method for c in wanted if c.experiment not in by_identity]:
             follow = " --track-train" if self.number == "2" else ""
             raise self._lacks(
                 f"runs of {', '.join(missing)}",
                 f"steppe compare {' '.join(missing)} --recipe {self._recipe}{follow}",
             )
-        return named
+        return {(row := by_identity[config.experiment]).label: row for config in wanted}
 
     def _ranges(self) -> dict[str, list[Row]]:
         """By method the experiments over its strength, at least two."""
@@ -141,13 +136,10 @@ class PaperFigure:
 
     def _minima(self) -> dict[str, Figure]:
         """Figures 1 and 5, from analyses stored with the runs."""
-        kinds = ("radius",) if self.number == "1" else ("landscape", "spectrum")
-        runs = [
-            (name, [Run(r.folder) for r in row.finished if r.folder is not None])
-            for name, row in self._experiments().items()
-        ]
-        drawn = {kind: analysis_figure(kind, runs, self.store) for kind in kinds}
-        return {"": drawn["radius"]} if self.number == "1" else drawn
+        runs = [(name, runs_of(row)) for name, row in self._experiments().items()]
+        if self.number == "1":
+            return {"": analysis_figure("radius", runs, self.store)}
+        return {k: analysis_figure(k, runs, self.store) for k in ("landscape", "spectrum")}
 
     def _lacks(self, what: str, *commands: str) -> LabError:
         where = "these runs" if self.runs else f"{self.store}, recipe {self._recipe}"
@@ -169,12 +161,8 @@ def _readable(run: Run) -> Result | None:
 
 def experiments(results: Sequence[Result]) -> list[Row]:
     """Finished results, seeds of one experiment together."""
-    found: dict[str, dict[int, Result]] = {}
-    for result in results:
-        if result.status == "finished":
-            found.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
     rows = []
-    for seeds in found.values():
+    for seeds in by_experiment([result for result in results if result.status == "finished"]):
         config = next(iter(seeds.values())).config
         name = label(parse(config.method), config.optimizer)
         rows.append(Row(config.method, name, "", tuple(seeds.values())))
@@ -204,10 +192,7 @@ def convergence_figure(rows: Mapping[str, Row]) -> Figure:
     figure, (left, right) = panels(2, width=4.2)
     example = next(iter(rows.values())).finished[0]
     true_loss, tested = f"train_{_loss_name(example)}", f"test_{example.metric}"
-    curves = {
-        name: [Run(r.folder).metrics for r in row.finished if r.folder]
-        for name, row in rows.items()
-    }
+    curves = {name: [run.metrics for run in runs_of(row)] for name, row in rows.items()}
     followed = all(mean_curve(runs, true_loss) for runs in curves.values())
     for i, (name, runs) in enumerate(curves.items()):
         style = {**marked_style(i), "label": f"{name}, n = {len(runs)}"}
@@ -215,12 +200,10 @@ def convergence_figure(rows: Mapping[str, Row]) -> Figure:
             points = mean_curve(runs, column)
             every = max(1, len(points) // 8)
             axis.plot([x for x, _ in points], [y for _, y in points], **style, markevery=every)
-    left.set_ylabel(f"training loss ({'true' if followed else 'perturbed'} weights)")
-    left.set_yscale("log")
+    seen = f"training loss ({'true' if followed else 'perturbed'} weights)"
+    left.set(xlabel="epoch", ylabel=seen, yscale="log")
     plain_ticks(left.yaxis)
-    right.set_ylabel(f"test {example.metric}")
-    for axis in (left, right):
-        axis.set_xlabel("epoch")
+    right.set(xlabel="epoch", ylabel=f"test {example.metric}")
     left.legend(frameon=False)
     return figure
 
@@ -249,10 +232,10 @@ def generalisation_figure(methods: Mapping[str, Sequence[Row]]) -> Figure:
             *(mean_std(row.values("test", example.metric)) for row in ordered), strict=True
         )
         error_bars(right, i, strengths, means, stds, name)
-    left.set_xlabel(f"final training loss ({_loss_name(example)})")
-    left.set_ylabel(f"gap in {example.metric}, train to test")
-    right.set_xlabel(f"{kinds[0]} (bars: standard deviation over seeds)")
-    right.set_ylabel(f"test {example.metric}")
+    loss = f"final training loss ({_loss_name(example)})"
+    left.set(xlabel=loss, ylabel=f"gap in {example.metric}, train to test")
+    bars = f"{kinds[0]} (bars: standard deviation over seeds)"
+    right.set(xlabel=bars, ylabel=f"test {example.metric}")
     left.legend(frameon=False)
     return figure
 
@@ -266,13 +249,10 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Row]]]) ->
 
     figure, axes = panels(len(studies), width=4.6, columns=2)
     for axis, (title, (first, second, rows)) in zip(axes, studies.items(), strict=True):
-        example = rows[0].results[0]
-        points = {
-            (option(row, first), option(row, second)): mean_std(row.values("test", example.metric))[
-                0
-            ]
-            for row in rows
-        }
+        metric = rows[0].results[0].metric
+        means = [mean_std(row.values("test", metric))[0] for row in rows]
+        places = [(option(row, first), option(row, second)) for row in rows]
+        points = dict(zip(places, means, strict=True))
         xs, ys = (sorted(set(values)) for values in zip(*points, strict=True))
         grid = np.array([[points.get((x, y), np.nan) for x in xs] for y in ys])
         image = axis.imshow(np.ma.masked_invalid(grid), cmap=SURFACE, origin="lower", aspect="auto")
@@ -283,10 +263,10 @@ def sensitivity_figure(studies: Mapping[str, tuple[str, str, Sequence[Row]]]) ->
             axis.text(column, row, words, ha="center", va="center", color=colour)
         axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
         axis.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
-        axis.set_xlabel(strength(rows[0])[0] or first if first == "strength" else first)
-        axis.set_ylabel(second)
-        axis.set_title(f"{title}, n = {min(len(row.results) for row in rows)}")
-        figure.colorbar(image, ax=axis, label=f"test {example.metric}")
+        across = strength(rows[0])[0] or first if first == "strength" else first
+        seeds = f"{title}, n = {min(len(row.results) for row in rows)}"
+        axis.set(xlabel=across, ylabel=second, title=seeds)
+        figure.colorbar(image, ax=axis, label=f"test {metric}")
     return figure
 
 

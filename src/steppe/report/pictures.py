@@ -65,8 +65,7 @@ def eigenvalue_figure(results: Mapping[str, analysis.Eigenvalues]) -> Figure:
     for i, (name, result) in enumerate(results.items()):
         ranks = range(1, len(result.values) + 1)
         error_bars(axis, i, ranks, result.values, result.residuals, name)
-    axis.set_xlabel("rank")
-    axis.set_ylabel("eigenvalue of the Hessian")
+    axis.set(xlabel="rank", ylabel="eigenvalue of the Hessian")
     axis.xaxis.get_major_locator().set_params(integer=True)
     if any(results):
         axis.legend(frameon=False)
@@ -84,8 +83,7 @@ def sharpness_figure(results: Mapping[str, analysis.Sharpness]) -> Figure:
         axis.plot([i] * len(parts), parts, "o", color=colour, markersize=3, alpha=0.6)
     first = next(iter(results.values()))
     axis.set_xticks(range(len(results)), list(results))
-    axis.set_xlim(-1, len(results))
-    axis.set_ylabel("rise of the loss")
+    axis.set(xlim=(-1, len(results)), ylabel="rise of the loss")
     kind = f"{first.case} case{', adaptive' if first.adaptive else ''}"
     axis.set_title(f"{kind}, rho {first.rho:g}, m = {first.m}", fontsize="medium")
     return figure
@@ -100,8 +98,7 @@ def ensemble_figure(results: Mapping[str, analysis.Ensemble]) -> Figure:
             values = scale * result.averaged[:, place]
             axis.plot(range(1, len(values) + 1), values, **line_style(i), marker="o", label=name)
             axis.axhline(scale * result.single[place], color=line_style(i)["color"], ls=":")
-        axis.set_xlabel("draws averaged")
-        axis.set_ylabel(metric)
+        axis.set(xlabel="draws averaged", ylabel=metric)
         axis.xaxis.get_major_locator().set_params(integer=True)
     if any(results):
         shared_legend(figure, axes)

@@ -64,15 +64,13 @@ def accuracy_section(gathered: Gathered) -> Section:
             hollow = found.verdict in ("no difference seen", "too few seeds")
             differences.append(Interval(row.label, index, *ends, words, hollow=hollow))
     way = "higher" if example.higher_is_better else "lower"
-    summary = f"Test {metric} of each method. " + "; ".join(f"{r.name} {r.words}" for r in means)
     about = (
         f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, and each "
         "seed as a dot."
     )
-    charts = [captioned(interval_chart(means, f"test {name}", summary), about)]
+    charts = [captioned(interval_chart(means, f"test {name}"), about)]
     if differences:
-        summary = f"Difference to {base}. " + "; ".join(f"{r.name} {r.words}" for r in differences)
-        chart = interval_chart(differences, f"test {name}, minus {base}", summary, zero=True)
+        chart = interval_chart(differences, f"test {name}, minus {base}", zero=True)
         about = (
             f"Paired difference to {base}, Holm-corrected interval. Filled marks: significant; "
             "hollow marks: not significant."
@@ -96,16 +94,11 @@ def convergence_section(gathered: Gathered) -> Section | Absent:
         ("loss", "training loss", "Training loss as the optimizer saw it, that is, at perturbed "
          f"weights for the methods that perturb; {about}."),
     ):  # fmt: skip
-        series = [
-            Series(gathered.rows[i].label, i, mean_curve(runs, column))
-            for i, runs in epochs.items()
-        ]
-        filled = [s for s in series if len(s.points) > 1]
-        if filled:
-            log = column == "loss"
-            last = "; ".join(f"{s.name} {shown(s.points[-1][1])}" for s in filled)
-            summary = f"{words} At the end: {last}"
-            charts.append(captioned(line_chart(filled, "epoch", label, summary, log_y=log), words))
+        curves = {i: mean_curve(runs, column) for i, runs in epochs.items()}
+        series = [Series(gathered.rows[i].label, i, c) for i, c in curves.items() if len(c) > 1]
+        if series:
+            chart = line_chart(series, "epoch", label, log_y=column == "loss")
+            charts.append(captioned(chart, words))
     if not charts:
         return Absent("Convergence", "steppe compare … --eval-every 1 (runs kept in a store)")
     return Section("convergence", "Convergence", legend(gathered, epochs) + columns(charts))
@@ -127,13 +120,8 @@ def cost_section(gathered: Gathered) -> Section | Absent:
             if kind in row.cost and row.finished:
                 spots.append(Series(row.label, index, [(row.cost[kind], mean)], [high - mean]))
         if spots:
-            said = "; ".join(
-                f"{s.name} {shown(y)} at {shown(x, 3)}" for s in spots for x, y in s.points
-            )
-            x_label = f"{label}, multiples of {base}"
-            y_label = f"test {NAMES.get(metric, metric)}"
-            summary = f"{y_label} against {label}. {said}"
-            chart = line_chart(spots, x_label, y_label, summary, whole=True)
+            x_label, y_label = f"{label}, multiples of {base}", f"test {NAMES.get(metric, metric)}"
+            chart = line_chart(spots, x_label, y_label, whole=True)
             charts.append(captioned(chart, f"{about} Bars: 95 % intervals."))
     if not charts:
         return Absent("Cost", "steppe compare …")
@@ -143,10 +131,10 @@ def cost_section(gathered: Gathered) -> Section | Absent:
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:
-    """Low end, mean and high end of the 95 % interval of the mean; NaN ends for one seed."""
+    """Low end, mean and high end of the 95 % interval of the mean; infinite for one seed."""
     values = row.values("test", metric)
     mean, std = mean_std(values)
-    wide = half_width(std, len(values)) if len(values) > 1 else math.nan
+    wide = half_width(std, len(values))
     return mean - wide, mean, mean + wide
 
 

@@ -7,7 +7,7 @@ import fnmatch
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,20 @@ def find_comparison(names: Sequence[str], store: Path) -> Comparison:
     return compared(find_results(names, store))
 
 
+def by_experiment(results: Sequence[Result]) -> list[dict[int, Result]]:
+    """The results of each experiment by seed."""
+    found: dict[str, dict[int, Result]] = {}
+    for result in results:
+        found.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
+    return list(found.values())
+
+
 def compared(results: Sequence[Result]) -> Comparison:
     """The comparison that these runs make: a row for each experiment, paired by the common seeds."""
-    by_row: dict[str, dict[int, Result]] = {}
-    for result in results:
-        by_row.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
     _check_comparable(results)
-    first = min(by_row.values(), key=lambda row: next(iter(row.values())).config.method != "sgd")
-    rows = [first, *(row for row in by_row.values() if row is not first)]
+    rows = by_experiment(results)
+    methods = [next(iter(row.values())).config.method for row in rows]
+    rows.insert(0, rows.pop(methods.index("sgd") if "sgd" in methods else 0))
     seeds = sorted(set.intersection(*(set(row) for row in rows)))
     if not seeds:
         raise LabError(
@@ -64,7 +70,7 @@ def compared(results: Sequence[Result]) -> Comparison:
     left_out = sum(len(row) - len(seeds) for row in rows)
     if left_out:
         logger.info("left out: %d runs of seeds that not all methods have", left_out)
-    base = first[seeds[0]].config
+    base = rows[0][seeds[0]].config
     made = [_row([row[seed] for seed in seeds], base) for row in rows]
     return Comparison(base, tuple(seeds), judged(made))
 
@@ -80,11 +86,11 @@ def _row(results: list[Result], base: Config) -> Row:
 
 
 def _check_comparable(results: Sequence[Result]) -> None:
-    data = sorted({result.config.data for result in results})
-    metrics = sorted({result.metric for result in results})
-    if len(data) > 1 or len(metrics) > 1:
-        what = f"data ({', '.join(data)})" if len(data) > 1 else f"metrics ({', '.join(metrics)})"
-        raise LabError(f"these runs have different {what}: make one report for each.")
+    kinds = {"data": {r.config.data for r in results}, "metrics": {r.metric for r in results}}
+    for what, found in kinds.items():
+        if len(found) > 1:
+            said = f"{what} ({', '.join(sorted(found))})"
+            raise LabError(f"these runs have different {said}: make one report for each.")
 
 
 def _results(name: str, store: Path) -> list[Result]:
@@ -103,8 +109,7 @@ def named_runs(names: Sequence[str], store: Path) -> list[tuple[str, list[Run]]]
             found += [(run_label(run), [run]) for run in find_runs(name, store)]
             continue
         for row in find_comparison([name], store).rows:
-            runs = [Run(result.folder) for result in row.finished if result.folder is not None]
-            if not runs:
+            if not (runs := runs_of(row)):
                 raise LabError(f"the runs of {name} are not in {store}: give --store FOLDER.")
             found.append((row.label, runs))
     texts = [text for text, _ in found]
@@ -112,6 +117,11 @@ def named_runs(names: Sequence[str], store: Path) -> list[tuple[str, list[Run]]]
         (text if texts.count(text) == 1 else f"{text}, {runs[0].name.rpartition('-')[2]}", runs)
         for text, runs in found
     ]
+
+
+def runs_of(row: Row) -> list[Run]:
+    """A row's finished runs, as far as they are stored."""
+    return [Run(result.folder) for result in row.finished if result.folder is not None]
 
 
 def run_label(run: Run) -> str:
@@ -124,13 +134,11 @@ def run_label(run: Run) -> str:
 
 def find_runs(name: str, store: Path) -> list[Run]:
     """Runs by folder, name, part of a name that no other has, or pattern with `*`."""
-    if "*" in name or "?" in name:
-        runs = [run for run in Store(store).runs() if fnmatch.fnmatch(run.name, name)]
-        if runs:
-            return runs
-    elif (Path(name) / "config.json").exists() or any(name in r.name for r in Store(store).runs()):
-        return [Store(store).get(name)]
     names = [run.name for run in Store(store).runs()]
+    if found := fnmatch.filter(names, name):
+        return [Run(store / each) for each in found]
+    if (Path(name) / "config.json").exists() or any(name in each for each in names):
+        return [Store(store).get(name)]
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.4)
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     raise LabError(f"there is no run {name!r} in {store}.{guess} `steppe runs` lists them.")
@@ -176,7 +184,6 @@ def _comparison(content: dict[str, Any], file: Path, store: Path) -> Comparison:
 def _located(record: dict[str, Any], file: Path, store: Path) -> Result:
     """A result with its folder: in the store, or beside the file that tells of it."""
     result = from_record(record)
-    for folder in (store, file.parent):
-        if (run := Store(folder).find(result.config)) is not None:
-            return from_record(record, run.folder)
-    return result
+    found = (Store(folder).find(result.config) for folder in (store, file.parent))
+    run = next(filter(None, found), None)
+    return replace(result, folder=run.folder) if run else result

@@ -128,9 +128,9 @@ def _other_metrics(gathered: Gathered) -> Iterator[str]:
 def _flatness(gathered: Gathered) -> Iterator[str]:
     """Which analysed minima are flatter than the baseline's, and which are sharper."""
     for name in gathered.analyses:
-        number = "largest" if name == "spectrum" else "value"
-        if name != "spectrum" and not name.startswith("sharpness"):
+        if not name.startswith(("spectrum", "sharpness")):
             continue
+        number = "largest" if name == "spectrum" else "value"
         known = {i: getattr(result, number) for i, result in gathered.results(name).items()}
         if 0 not in known or len(known) < 2:
             continue

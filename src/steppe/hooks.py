@@ -114,7 +114,7 @@ class Hooks:
         elif running is not None:
             if training.weights.written():
                 training.restore()  # which raises
-        elif training.perturbs:
+        elif training.method.perturbs:
             self._check_own_weights()
             self._begin()
 

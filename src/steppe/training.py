@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from steppe.batchnorm import (
-    FollowingStatistics,
-    FrozenStatistics,
     SharedStatistics,
+    following_statistics,
+    frozen_statistics,
     tracked_norms,
 )
 from steppe.distributed import Ranks
@@ -96,11 +96,9 @@ class Training:
         self.divisor = 1.0
         """By how much the loop divided each loss in the last step."""
         self.several, self.steered = len(method.passes) > 1, method.steered
-        self.perturbs = method.perturbs
         self.rests = self.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
         those gathered at perturbed weights do not fit the true ones."""
-        self._freezes = method.has_clean_pass or self.rests
         noises = [p.perturbation for p in method.passes if p.perturbation is not None]
         self.states: dict[Perturbation, State] = {n: n.init(weights) for n in noises}
         """What perturbations remember; equal ones of several passes share it."""
@@ -156,9 +154,10 @@ class Training:
         self.step.running = run
         try:
             if run.perturbed and self.step.resting:
-                run.statistics = FollowingStatistics(self.model, self.number // REST)
+                run.statistics = following_statistics(self.model, self.number // REST)
             elif run.perturbed:
-                run.statistics = FrozenStatistics(self.model) if self._freezes else None
+                if self.rests or self.method.has_clean_pass:
+                    run.statistics = frozen_statistics(self.model)
                 self.move(run.index, self._draw(run.index))
             self.step.open(run)
         except BaseException:
@@ -199,8 +198,8 @@ class Training:
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
         run, self.step.running = self.step.running, None
-        if run is not None and run.statistics is not None:
-            run.statistics.thaw()
+        if run is not None:
+            run.statistics.let_go()
         if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
@@ -259,7 +258,7 @@ class Training:
         with torch.random.fork_rng():
             self.restore()
             self.probing = True
-            frozen = FrozenStatistics(self.model)
+            statistics = frozen_statistics(self.model)
             try:
                 if index is not None:
                     self.move(index, Draw(self.seed + sample, self.number, PROBE_STREAM))
@@ -267,7 +266,7 @@ class Training:
                 self.weights.frozen.check_ran()
             finally:
                 self.restore()
-                frozen.thaw()
+                statistics.let_go()
                 self.probing = False
 
     @contextmanager

@@ -172,13 +172,11 @@ def perturbed(
             weights.save()
             weights.add_noise(draw, abs(ratio) * weights.norms_per_entry())
             weights.watch()
-            torch.clear_autocast_cache()
         yield
     except BaseException:
         weights.restore(quiet=True)
         raise
     finally:
-        torch.clear_autocast_cache()
         weights.free()
 
 

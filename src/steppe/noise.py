@@ -292,8 +292,7 @@ def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     try:
         work_off()
     finally:
-        if others:
-            wait(others)
+        wait(others)
     for other in others:
         other.result()
 

@@ -170,7 +170,8 @@ class Leaves:
 
     def __init__(self, training: Training) -> None:
         self._training, perturbed = training, [p.param for p in training.weights.params]
-        self._numbers = {param: number for number, param in enumerate(perturbed)}
+        self.numbers = {param: number for number, param in enumerate(perturbed)}
+        """Which of the perturbed parameters each is."""
         self._sharded = [param for param in perturbed if is_sharded(param)]
         self._handles: dict[Tensor, Any] = {}
         self._all: dict[Tensor, None] = {}
@@ -197,7 +198,7 @@ class Leaves:
     def watch(self, leaf: Tensor, number: int | None = None) -> None:
         """`number`: of the perturbed parameter that this leaf was gathered from."""
         if leaf.requires_grad and leaf not in self._handles:
-            number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
+            number = self.numbers.get(leaf, number)  # type: ignore[call-overload]
             hook = partial(_arrive, ref(self._training), number, ref(leaf))
             self._handles[leaf] = leaf.register_hook(hook)
             self._all[leaf] = None

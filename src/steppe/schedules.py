@@ -170,6 +170,7 @@ def check_number(name: str, value: Any, wanted: str = "a number", *, whole: bool
 
 
 def check_nonnegative(name: str, value: Any, wanted: str = "a number") -> None:
+    """Raise unless `value` is a finite number of at least zero."""
     check_number(name, value, wanted)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")
@@ -183,6 +184,7 @@ def check_decay(name: str, value: Any) -> None:
 
 
 def check_share(name: str, value: Any) -> None:
+    """Raise unless `value` is in [0, 1]."""
     check_number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}.")

@@ -122,9 +122,11 @@ class Training:
         """Whether a pass ran since the last step of the optimizer."""
 
     def new_step(self) -> None:
+        """Forget the passes since the last optimizer step: what comes belongs to the next one."""
         self.step = Step(self)
 
     def new_step_if_abandoned(self) -> None:
+        """The same where the loop has thrown the gradients of these passes away."""
         if self.step.settled or self.step.abandoned():
             self.new_step()
 
@@ -193,7 +195,6 @@ class Training:
             noise.move(self.weights, self.states[noise], draw, gradient)
         self.weights.frozen.check_begun(noise)
         self.weights.watch()
-        torch.clear_autocast_cache()
 
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
@@ -204,7 +205,6 @@ class Training:
             try:
                 self.weights.restore(quiet=quiet)
             finally:
-                torch.clear_autocast_cache()
                 self.marks = self.weights.marks()
 
     def finish(self, run: Run) -> None:
@@ -214,9 +214,8 @@ class Training:
                 self.weights.frozen.check_ran()
                 self.step.close(run)
             finally:
-                self.marks = None
                 self.restore()
-            self.marks, self._passed = self.marks or self.weights.marks(), True
+            self.marks, self._passed = self.weights.marks(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
@@ -283,6 +282,7 @@ class Training:
             self.in_closure = False
 
     def step_taken(self) -> None:
+        """The optimizer has stepped. A step that trained nothing does not count."""
         if not self.step.idle:
             self.number += 1
             self._unaccounted, self._passed = 0, False
@@ -290,6 +290,7 @@ class Training:
         self.new_step()
 
     def loss_scale(self) -> Tensor | float:
+        """What the scaler multiplies losses by, on the device; 1 without one."""
         if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
         one = torch.ones((), device=self.weights.device)

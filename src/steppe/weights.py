@@ -179,8 +179,10 @@ class Weights:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
         if self.moved:
             self._flat.watch()
+            torch.clear_autocast_cache()  # it holds copies of the weights of before
 
     def written(self) -> bool:
+        """Whether somebody wrote a moved parameter since `watch()`."""
         return bool(self.moved) and self._flat.written()
 
     @torch.no_grad()
@@ -197,6 +199,7 @@ class Weights:
             self.moved = []
             _away.discard(self)
             self.shards.reshard()
+            torch.clear_autocast_cache()
             if written:
                 raise RuntimeError(
                     f"{', '.join(written[:3])}{', …' if written[3:] else ''} changed in the middle of a perturbed "

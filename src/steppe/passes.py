@@ -294,8 +294,8 @@ def _arrive(
 ) -> Tensor | None:
     """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
     hook back to the parameter runs through C++, where nothing collects it."""
-    alive, param = training(), leaf()
-    return None if alive is None or param is None else alive.step.arrive(number, param, grad)
+    found, param = training(), leaf()
+    return None if found is None or param is None else found.step.arrive(number, param, grad)
 
 
 def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -29,6 +29,7 @@ from steppe.noise import (
     runs_of,
     spread,
     standard_normal_,
+    widest,
 )
 
 Given: TypeAlias = Mapping[Perturbed, Tensor | None]
@@ -322,3 +323,28 @@ def by_block(flats: Sequence[Flat], work: Callable[[Flat, Block], None]) -> None
     for flat in flats:
         serial = flat.device.type != "cpu" or flat.backup.numel() < PARALLEL_FROM
         spread(partial(work, flat), flat.blocks, 1 if serial else torch.get_num_threads())
+
+
+def decay_and_add(
+    memory: Sequence[Tensor],
+    new: Gradients,
+    decay: float,
+    scale: float,
+    square: bool,
+    sum_: Callable[[Tensor], Tensor],
+) -> None:
+    """memory <- decay memory + scale new (or new²) on the CPU, where a norm can be asked for without
+    waiting: whole tensors then, and nothing at all where one is not finite."""
+    pairs = [(local(m), local(v)) for m, v in zip(memory, new, strict=True) if v is not None]
+    wide = widest(m.dtype for m in memory)
+    norms = torch._foreach_norm([v for _, v in pairs], 2, dtype=wide) if pairs else []
+    norm = torch.stack([*norms, torch.zeros((), dtype=wide)]).sum()
+    if not sum_(norm) < torch.inf:
+        return
+    torch._foreach_mul_([local(m) for m in memory], decay)
+    if pairs:
+        kept, values = [m for m, _ in pairs], [v.to(m.dtype) for m, v in pairs]
+        if square:
+            torch._foreach_addcmul_(kept, values, values, scale)
+        else:
+            torch._foreach_add_(kept, values, alpha=scale)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.distributed import Shards, local
-from steppe.flat import Block, Flat, FlatMemory, Given, Memory, by_block
+from steppe.flat import Block, Flat, FlatMemory, Given, Memory, by_block, decay_and_add
 from steppe.frozen import FrozenLayers, FrozenLinear
 from steppe.noise import Draw, Gradients, Perturbed, widest
 
@@ -305,6 +305,9 @@ class Weights:
         """memory <- decay memory + scale value (or value²), for each of `params`. If any value is not
         finite, the whole step is dropped, without asking the device."""
         flats, given = self._memory(last=True), dict(zip(self.params, values, strict=True))
+        if flats and all(f.device.type == "cpu" and len(f.blocks) > 1 for f in flats):
+            decay_and_add(memory, values, decay, float(scale), square, self.shards.sum_)
+            return
         kept = dict(zip(self.params, memory, strict=True))
         single: dict[Flat, Memory] = {}
 

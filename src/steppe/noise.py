@@ -292,7 +292,8 @@ def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
     try:
         work_off()
     finally:
-        wait(others)
+        if others:  # an empty wait takes longer than a small draw
+            wait(others)
     for other in others:
         other.result()
 

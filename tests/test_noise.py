@@ -1,6 +1,7 @@
 """Noise: its distribution, its independence, and what it may and may not depend on."""
 
 import math
+import os
 import time
 
 import pytest
@@ -168,10 +169,13 @@ def test_after_an_error_no_thread_works_on(error):
 
 
 def test_a_forked_child_gets_threads_of_its_own(monkeypatch):
-    pool = noise._pool(2)
-    assert noise._pool(2) is pool
+    asked = []
+    pool = noise._pool(os.getpid(), 2)
+    monkeypatch.setattr(noise, "_pool", lambda *of: asked.append(of) or pool)
+    spread(lambda _: None, range(4), threads=2)
     monkeypatch.setattr(noise.os, "getpid", lambda: -1)
-    assert noise._pool(2) is not pool
+    spread(lambda _: None, range(4), threads=2)
+    assert asked[-1] == (-1, 2) != asked[0]
 
 
 def test_channels_last_weights_get_the_right_noise():

@@ -172,13 +172,11 @@ def perturbed(
             weights.save()
             weights.add_noise(draw, abs(ratio) * weights.norms_per_entry())
             weights.watch()
-            torch.clear_autocast_cache()
         yield
     except BaseException:
         weights.restore(quiet=True)
         raise
     finally:
-        torch.clear_autocast_cache()
         weights.free()
 
 
@@ -190,14 +188,11 @@ def unwrap(
     Accelerate's and Lightning's wrappers, and many that bring a base optimizer, are optimizers by
     name only: hooks belong on the one whose step updates the weights.
     """
-    while True:
-        found = [getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer")]
-        kinds = [o for o in found if isinstance(o, torch.optim.Optimizer)]
-        inner = [o for o in kinds if o.param_groups is getattr(optimizer, "param_groups", None)]
-        if not inner:
-            return optimizer, scaler
-        scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
-        optimizer = inner[0]
+    groups = getattr(optimizer, "param_groups", None)
+    for inner in (getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer")):
+        if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is groups:
+            return unwrap(inner, getattr(optimizer, "scaler", None) if scaler is None else scaler)
+    return optimizer, scaler
 
 
 def choose(
@@ -224,16 +219,15 @@ def choose(
     renormed = _renormed(model)
     perturbed, skipped = [], {}
     for param, known in names.items():
-        group = groups.get(param)
-        reason = _reason_to_skip(param, known, group, patterns)
+        reason = _reason_to_skip(param, known, groups.get(param), patterns)
         if reason is None and param in renormed:
             reason = "rows are written in its forward (max_norm)"
-        if method.merged and reason is None and param not in frozen:
+        elif reason is None and method.merged:
             reason = "trained; only merged weights are perturbed"
-        if param in frozen or (reason is None and group is not None):
+        if param in frozen or reason is None:
             perturbed.append((known[0], param))
         else:
-            skipped[known[0]] = reason or ""
+            skipped[known[0]] = reason
     for number, param in enumerate(strangers):
         skipped[f"parameter {number} {tuple(param.shape)} of the optimizer"] = "not the model's"
     order = {param: number for number, param in enumerate(groups)}

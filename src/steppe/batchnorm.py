@@ -16,52 +16,54 @@ from steppe.distributed import Ranks
 from steppe.methods import Method
 
 
-class FrozenStatistics:
-    """Keeps running statistics as they are while a pass normalises with its batch's own.
+class Held:
+    """Attributes of modules that have other values for a while, until `let_go()`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, str, Any]] = []
+
+    def set(self, module: nn.Module, name: str, value: object) -> None:
+        self._before.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+
+    def let_go(self) -> None:
+        """Put back what was there before. Safe to repeat."""
+        while self._before:
+            setattr(*self._before.pop())
+
+
+def frozen_statistics(model: nn.Module) -> Held:
+    """Running statistics stay as they are while a pass normalises with its batch's own.
 
     `track_running_stats = False` until the end of backward, so that activation checkpointing
     recomputes the same thing. (`momentum = 0` would turn one infinite batch into NaN statistics
     and still count it.) InstanceNorm updates its buffers whatever the flag says: they are put away.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        tracking = [module for module in tracked_norms(model) if module.training]
-        self._put_away = {m: dict(m._buffers) for m in tracking if isinstance(m, _InstanceNorm)}
-        self._frozen = [m for m in tracking if m not in self._put_away]
-        for module in self._frozen:
-            module.track_running_stats = False
-        for module in self._put_away:
-            module.running_mean = module.running_var = None
-
-    def thaw(self) -> None:
-        for module in self._frozen:
-            module.track_running_stats = True
-        for module, buffers in self._put_away.items():
-            module._buffers.update(buffers)
-        self._frozen, self._put_away = [], {}
+    held = Held()
+    for module in (m for m in tracked_norms(model) if m.training):
+        if isinstance(module, _InstanceNorm):
+            held.set(module, "running_mean", None)
+            held.set(module, "running_var", None)
+        else:
+            held.set(module, "track_running_stats", False)
+    return held
 
 
-class FollowingStatistics:
-    """Lets running statistics follow one step in `every`, the first ones by their plain mean, so that
-    they fit from the first such step on."""
-
-    def __init__(self, model: nn.Module, seen: int) -> None:
-        self._momenta = [(m, m.momentum) for m in tracked_norms(model) if m.momentum is not None]
-        for module, momentum in self._momenta:
-            module.momentum = max(momentum, 1 / (seen + 1))
-
-    def thaw(self) -> None:
-        for module, momentum in self._momenta:
-            module.momentum = momentum
-        self._momenta = []
+def following_statistics(model: nn.Module, seen: int) -> Held:
+    """Running statistics follow one step in several, of which `seen` were before: the first ones by
+    their plain mean, so that they fit from the first such step on."""
+    held = Held()
+    for module in tracked_norms(model):
+        if module.momentum is not None:
+            held.set(module, "momentum", max(module.momentum, 1 / (seen + 1)))
+    return held
 
 
 class SharedStatistics:
     """BatchNorm's buffers of the clean ranks, on their way to the perturbed ones."""
 
     def __init__(self, model: nn.Module, method: Method, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._old_groups: list[tuple[nn.SyncBatchNorm, Any]] = []
+        self._ranks, self._groups = ranks, Held()
         self.buffers: list[Tensor] = []
         self._clean_ranks = 0
         if ranks.index is None or not method.has_clean_pass:
@@ -95,14 +97,11 @@ class SharedStatistics:
         members = [dist.get_global_rank(ranks.groups[0], r) for r in mine]
         group = dist.new_group(members, use_local_synchronization=True)
         for layer in layers:
-            self._old_groups.append((layer, layer.process_group))
-            layer.process_group = group
+            self._groups.set(layer, "process_group", group)
 
     def let_go(self) -> None:
         """Give SyncBatchNorm its groups back and forget the model."""
-        while self._old_groups:
-            layer, group = self._old_groups.pop()
-            layer.process_group = group
+        self._groups.let_go()
         self.buffers = []
 
 
@@ -129,11 +128,10 @@ def recompute_norm_stats(
     layers = tracked_norms(model)
     if not layers:
         return
-    modes = {module: module.training for module in model.modules()}
-    momenta = [layer.momentum for layer in layers]
-    seen = 0
+    held, seen = Held(), 0
+    for module in model.modules():
+        held.set(module, "training", module in layers)
     try:
-        model.eval()
         for batch in batches:
             if (size := batch_size(batch)) == 0:
                 continue
@@ -141,14 +139,10 @@ def recompute_norm_stats(
             for layer in layers:
                 if seen == size:
                     layer.reset_running_stats()
-                layer.train()
-                layer.momentum = size / seen
+                held.set(layer, "momentum", size / seen)
             call(batch) if call else _run(model, batch)
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
+        held.let_go()
     if not seen:
         raise ValueError("recompute_norm_stats() got no batches; the statistics are as they were.")
 

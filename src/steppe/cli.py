@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import steppe
@@ -53,8 +53,10 @@ def run(arguments: list[str]) -> int:
     name, rest = arguments[0], arguments[1:]
     _log("-q" in rest or "--quiet" in rest, rank)
     try:
-        with _mute(rank > 0):  # all ranks have the same options and find the same mistakes
-            command = parse(name, rest)
+        with Path(os.devnull).open("w") as nowhere:  # all ranks find the same mistakes: one says so
+            out, err = (nowhere, nowhere) if rank else (sys.stdout, sys.stderr)
+            with redirect_stdout(out), redirect_stderr(err):
+                command = parse(name, rest)
     except LabError as error:
         return 2 if rank else _fail(str(error))
     except BrokenPipeError:
@@ -97,17 +99,6 @@ def _stopped(stop: KeyboardInterrupt) -> int:
     else:
         sys.stderr.write("Stopped at once; the last checkpoint is kept.\n")
     return 130
-
-
-@contextmanager
-def _mute(mute: bool) -> Iterator[None]:
-    """Nothing is written within, if asked for."""
-    with ExitStack() as stack:
-        if mute:
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        yield
 
 
 class _Stderr(logging.Handler):

@@ -63,8 +63,8 @@ def process_group(backend: str | None = None, **options: Any) -> Iterator[None]:
         _clear_frames(error)  # they hold the variables of `main`
         raise
     finally:
-        release_and_destroy()
-        models = _alive(DistributedDataParallel)
+        _release_and_destroy()
+        models = alive(DistributedDataParallel)
         if any(vars(model).get("device_type") == "cpu" for model in models):
             warnings.warn(
                 "The process group is destroyed, but a DistributedDataParallel model still refers to "
@@ -74,8 +74,8 @@ def process_group(backend: str | None = None, **options: Any) -> Iterator[None]:
             )
 
 
-def release_and_destroy(group: Any = None) -> None:
-    """Destroy a process group (by default all) after collecting the models that used it.
+def _release_and_destroy() -> None:
+    """Destroy all process groups after collecting the models that used them.
 
     With torch 2.13, a worker thread of gloo that is late aborts the process where the interpreter ends
     meanwhile, or hangs it where a DDP object is the last to refer to the group. `destroy_process_group`
@@ -83,12 +83,13 @@ def release_and_destroy(group: Any = None) -> None:
     Groups of sharded models stay in caches of torch, and get a moment to finish.
     """
     gc.collect()
-    dist.destroy_process_group(group)
-    if _alive(DeviceMesh):
+    dist.destroy_process_group()
+    if alive(DeviceMesh):
         time.sleep(0.2)
 
 
-def _alive(kind: type) -> list[Any]:
+def alive(kind: type) -> list[Any]:
+    """All objects of a kind, wherever they are referred to."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 

@@ -87,16 +87,16 @@ class Memory:
     """Memory for a block, with its views by parameter and by length of filters."""
 
     def __init__(self, block: Block, flat: Tensor) -> None:
-        self._parts, self._runs, self.flat = block.parts, block.runs, flat
+        self._block, self.flat = block, flat
 
     @cached_property
     def views(self) -> list[Tensor]:
-        first = self._parts[0].begin
-        return [p.member.view(self.flat, p.begin - first, p.rows) for p in self._parts]
+        first, parts = self._block.place.start, self._block.parts
+        return [p.member.view(self.flat, p.begin - first, p.rows) for p in parts]
 
     @cached_property
     def matrices(self) -> list[Tensor]:
-        return matrices(self.flat, self._runs)
+        return matrices(self.flat, self._block.runs)
 
 
 class Flat:

@@ -8,7 +8,7 @@ sum of <dL/dy, x Eᵀ>, which needs no gradient of the weight.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,17 +60,14 @@ class FrozenLinear:
         self.param, self.modules, self.low_rank = param, list(modules), low_rank
         self.noise: Noise | None = None
         self.chunks: list[list[Piece]] = []
+        """Rows that exist at once, cut from the blocks that their noise is drawn in."""
         self._wide = torch.promote_types(param.dtype, torch.float32)
 
-    def place(self, pieces: Iterable[Piece]) -> None:
-        """Cut the weight into chunks, from the blocks that its noise is drawn in."""
-        self.chunks, filled = [], CHUNK
-        for piece in pieces:
-            if filled >= CHUNK:
-                self.chunks.append([])
-                filled = 0
-            self.chunks[-1].append(piece)
-            filled += piece.rows.stop - piece.rows.start
+    def place(self, piece: Piece) -> None:
+        """Take these rows, which follow those of before, into the last chunk if it is not full."""
+        if not self.chunks or sum(p.rows.stop - p.rows.start for p in self.chunks[-1]) >= CHUNK:
+            self.chunks.append([])
+        self.chunks[-1].append(piece)
 
     @torch.no_grad()
     def row_norms(self, dtype: torch.dtype) -> Tensor:
@@ -194,25 +191,18 @@ class Forward:
 class FrozenLayers:
     """All frozen weights that take part in the noise."""
 
-    def __init__(self, layers: Mapping[nn.Parameter, FrozenLinear] | None = None) -> None:
-        self.of = dict(layers or {})
-        self.places: list[tuple[FrozenLinear, slice]] = []
-        """Which filters among all are whose."""
-        self.metered = False  # whether the next pass measures what its noise does to the loss
-
-    def place(
+    def __init__(
         self, params: Sequence[Perturbed], noise: Sequence[Mapping[int, list[Stretch]]]
     ) -> None:
         """`noise`: the blocks of noise of all `params`, by their numbers."""
-        pieces: dict[nn.Parameter, list[Piece]] = {param: [] for param in self.of}
+        self.places = [(p.layer, p.filters) for p in params if p.layer is not None]
+        """Which filters among all are whose."""
+        self.metered = False  # whether the next pass measures what its noise does to the loss
         blocks = (block for group in noise for block in group.items())
-        for number, stretches in blocks if pieces else ():
-            for rows in (s for s in stretches if s.owner.param in pieces):
-                pieces[rows.owner.param].append(Piece(number, stretches[-1].stop, rows))
-        for p in params:
-            if p.layer is not None:
-                p.layer.place(pieces[p.param])
-                self.places.append((p.layer, p.filters))
+        for number, stretches in blocks if self.places else ():
+            for rows in stretches:
+                if (layer := rows.owner.layer) is not None:
+                    layer.place(Piece(number, stretches[-1].stop, rows))
 
     @property
     def now(self) -> list[tuple[FrozenLinear, slice]]:
@@ -272,13 +262,13 @@ class FrozenLayers:
             )
 
     def install(self) -> None:
-        for layer in self.of.values():
+        for layer, _ in self.places:
             for module in layer.modules:
                 vars(module)["forward"] = Forward(layer, module)
 
     def remove(self) -> None:
         self.end()
-        for layer in self.of.values():
+        for layer, _ in self.places:
             for module in layer.modules:
                 if isinstance(vars(module).get("forward"), Forward):
                     del vars(module)["forward"]

@@ -57,12 +57,12 @@ class Hooks:
                 hook = module.register_forward_pre_hook(Hook(self, "gathered"))
                 self._handles.append(hook)
         training.weights.frozen.install()
-        perturbed = {slot.param: number for number, slot in enumerate(training.weights.params)}
+        numbers = training.leaves.numbers
         self._owners = [
-            (module, name, param, perturbed[param])
+            (module, name, param, numbers[param])
             for module in self._modules
             for name, param in module._parameters.items()
-            if param is not None and param in perturbed
+            if param is not None and param in numbers
         ]
 
     def remove(self) -> None:
@@ -114,7 +114,7 @@ class Hooks:
         elif running is not None:
             if training.weights.written():
                 training.restore()  # which raises
-        elif training.perturbs:
+        elif training.method.perturbs:
             self._check_own_weights()
             self._begin()
 

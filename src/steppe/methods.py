@@ -13,7 +13,7 @@ from steppe.perturbations import (
     MomentumAscent,
     Perturbation,
 )
-from steppe.schedules import RISE, Strength, check_number, needs_steps, with_steps
+from steppe.schedules import RISE, Strength, check_number, check_share, needs_steps, with_steps
 
 Feed = Literal["one", "each", "slices"]
 """What `perturber.backward` gives the passes: all the same batch, a batch each, or a slice each."""
@@ -181,9 +181,7 @@ def mixed(method: Method, lam: float = 0.5, *, same_batch: bool = False) -> Meth
     """
     if not isinstance(method, Method):
         raise TypeError(f"mixed() takes a method such as steppe.rwp(), got {method!r}.")
-    check_number("lam", lam)
-    if not 0 <= lam <= 1:
-        raise ValueError(f"lam must be in [0, 1], got {lam}.")
+    check_share("lam", lam)
     if len(method.passes) != 1:
         raise ValueError(
             f"mixed() takes a method of one pass, but {method.name} has {len(method.passes)}."

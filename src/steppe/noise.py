@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -245,25 +246,18 @@ class Part:
         return noise[self._noise].view(self._full)[self._mine].reshape(-1)
 
 
-class _Generators(threading.local):
-    """Each thread seeds generators of its own."""
-
-    def __init__(self) -> None:
-        self.by_device: dict[torch.device, torch.Generator] = {}
-
-
-_generators = _Generators()
+@cache
+def _generator(device: torch.device, thread: int) -> torch.Generator:
+    """Each thread seeds generators of its own. They are kept: making one takes longer than seeding it."""
+    return torch.Generator(device)
 
 
 def standard_normal_(out: Tensor, seed: int) -> Tensor:
     """Fill `out` with standard normal values that depend on `seed` and its size alone."""
     if out.is_meta:  # it has neither values nor a generator
         return out.normal_()
-    generator = _generators.by_device.get(out.device)
-    if generator is None:
-        generator = _generators.by_device[out.device] = torch.Generator(out.device)
-    generator.manual_seed(seed)
-    return out.normal_(generator=generator)
+    generator = _generator(out.device, threading.get_ident())
+    return out.normal_(generator=generator.manual_seed(seed))
 
 
 def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
@@ -292,25 +286,22 @@ def spread(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
         finally:
             todo.clear()
 
-    others = [_pool(threads).submit(work_off) for _ in range(min(threads, len(todo)) - 1)]
+    others = [
+        _pool(os.getpid(), threads).submit(work_off) for _ in range(min(threads, len(todo)) - 1)
+    ]
     try:
         work_off()
     finally:
-        if others:
+        if others:  # an empty wait takes longer than a small draw
             wait(others)
     for other in others:
         other.result()
 
 
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Threads are kept for the life of the process: starting them costs more than a small draw.
 
-    A forked child inherits the table but not the threads, hence the process id in the key.
+    A forked child inherits the cache but not the threads, hence the process id.
     """
-    key = (os.getpid(), threads)
-    if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="steppe-noise")
-    return _pools[key]
+    return ThreadPoolExecutor(threads, thread_name_prefix="steppe-noise")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import partial, reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from steppe.batchnorm import FollowingStatistics, FrozenStatistics
-from steppe.distributed import is_sharded
+from steppe.batchnorm import Held
+from steppe.distributed import alive, is_sharded
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -56,7 +55,7 @@ class Run:
         """What they are multiplied by as they arrive at the leaves."""
         self.apart = False
         """Whether all gradients are its own when backward ends, so that none is looked at before."""
-        self.statistics: FrozenStatistics | FollowingStatistics | None = None
+        self.statistics = Held()
         self.in_backward = self.end_is_queued = self.learns = False
         self.reached = False
         """Whether a gradient arrived at any leaf."""
@@ -68,7 +67,8 @@ class Run:
         """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
         self._entered = False
         self._aside: dict[Tensor, Tensor] = {}
-        self._quiet: AbstractContextManager[Any] | None = None
+        """The gradients from before a pass that shows the next one its way: its own do not count."""
+        self._exits = ExitStack()
 
     def __repr__(self) -> str:
         kind = "perturbed" if self.perturbed else "clean"
@@ -86,20 +86,19 @@ class Run:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
         ours = self._weighs_loss and self.factor == 1 and training.several
         self.apart = ours and self._adds_up()
-        if self._scouts:
-            if not self._weighs_loss:
-                training.leaves.meet_optimizers()
-            self._aside = training.leaves.set_aside()
-            self._quiet = training.ranks.scouting()
-            self._quiet.__enter__()
-        try:
+        with ExitStack() as exits:
+            if self._scouts:
+                if not self._weighs_loss:
+                    training.leaves.meet_optimizers()
+                self._aside = training.leaves.set_aside()
+                exits.callback(self._aside.clear)
+                exits.callback(training.leaves.give_back, self._aside, self._of_pass)
+                exits.enter_context(training.ranks.scouting())
+            exits.callback(training.restore)
             training.begin(self)
             training.holding, self._entered = self, True
             training.step.by_hooks = self._by_hooks
-        except BaseException:
-            training.restore()
-            self._give_back()
-            raise
+            self._exits = exits.pop_all()
         return self
 
     def backward(self, loss: Tensor) -> None:
@@ -138,12 +137,9 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._training.holding = None
-        try:
+        with self._exits:
             if kind is None:
                 self._close()
-        finally:
-            self._training.restore()
-            self._give_back()
 
     def _close(self) -> None:
         training = self._training
@@ -154,13 +150,6 @@ class Run:
         training.finish(self)
         if self._scouts:
             training.step.gradient = [slot.param.grad for slot in training.weights.active]
-
-    def _give_back(self) -> None:
-        """Give back the gradients that were there before a pass that shows the next one its way."""
-        if self._quiet is not None:
-            self._quiet.__exit__(None, None, None)
-            self._training.leaves.give_back(self._aside, self._of_pass)
-            self._aside, self._quiet = {}, None
 
 
 def put_back(run: Run) -> str:
@@ -181,7 +170,8 @@ class Leaves:
 
     def __init__(self, training: Training) -> None:
         self._training, perturbed = training, [p.param for p in training.weights.params]
-        self._numbers = {param: number for number, param in enumerate(perturbed)}
+        self.numbers = {param: number for number, param in enumerate(perturbed)}
+        """Which of the perturbed parameters each is."""
         self._sharded = [param for param in perturbed if is_sharded(param)]
         self._handles: dict[Tensor, Any] = {}
         self._all: dict[Tensor, None] = {}
@@ -208,7 +198,7 @@ class Leaves:
     def watch(self, leaf: Tensor, number: int | None = None) -> None:
         """`number`: of the perturbed parameter that this leaf was gathered from."""
         if leaf.requires_grad and leaf not in self._handles:
-            number = self._numbers.get(leaf, number)  # type: ignore[call-overload]
+            number = self.numbers.get(leaf, number)  # type: ignore[call-overload]
             hook = partial(_arrive, ref(self._training), number, ref(leaf))
             self._handles[leaf] = leaf.register_hook(hook)
             self._all[leaf] = None
@@ -221,8 +211,8 @@ class Leaves:
         if self._met_optimizers:
             return
         self._met_optimizers = True
-        for found in gc.get_referrers(*_kinds(Optimizer)):
-            if isinstance(found, Optimizer) and hasattr(found, "param_groups"):
+        for found in alive(Optimizer):
+            if hasattr(found, "param_groups"):
                 self._meet(_trained_by(found))
 
     def meet_graph(self, loss: Tensor) -> None:
@@ -304,8 +294,8 @@ def _arrive(
 ) -> Tensor | None:
     """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
     hook back to the parameter runs through C++, where nothing collects it."""
-    alive, param = training(), leaf()
-    return None if alive is None or param is None else alive.step.arrive(number, param, grad)
+    found, param = training(), leaf()
+    return None if found is None or param is None else found.step.arrive(number, param, grad)
 
 
 def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -315,11 +305,6 @@ def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 def _plain(*tensors: Tensor) -> bool:
     """Whether one operation can serve these among others: neither sparse nor sharded."""
     return all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
-
-
-def _kinds(kind: type) -> set[type]:
-    below: list[type] = kind.__subclasses__()
-    return {kind}.union(*map(_kinds, below))
 
 
 def loss_in(value: Any) -> Any:

@@ -61,8 +61,8 @@ class Perturbation(ABC):
         return None
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        """The expected ‖eps‖, for `print(perturber)` and `stats()`."""
-        raise self._missing("radius(): print(perturber) and stats() need it")
+        """The expected ‖eps‖, for `print(perturber)` and `stats()`. NaN: it is not known."""
+        return torch.tensor(torch.nan)
 
     def init(self, weights: Weights) -> State:
         """What this perturbation remembers, before the first step."""
@@ -297,10 +297,8 @@ class Ascent(OneStrength):
         weights.add(gradient, per_norm(draw.sign * length, norm), uphill=True)
 
     def radius(self, weights: Weights, state: State, step: int) -> Tensor:
-        """rho; of ASAM the radius in scaled space."""
-        if self.rise is not None:
-            raise self._missing("radius(): rho = rise / ‖g‖ is known in a step alone")
-        return torch.tensor(self.strength(step), dtype=weights.dtype)
+        """rho; of ASAM the radius in scaled space. With a rise, rho is known in a step alone."""
+        return weights.sizes.new_tensor(self.strength(step) if self.rise is None else torch.nan)
 
 
 @dataclass(frozen=True)

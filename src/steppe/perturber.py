@@ -142,10 +142,7 @@ class Perturber:
             for noise, state in list(training.states.items())[:1]:
                 stats["strength"] = noise.strength(self.step)
                 size = torch.linalg.vector_norm(weights.filter_norms())
-                try:
-                    radius = float(noise.radius(weights, state, self.step))
-                except NotImplementedError:  # an own perturbation need not know it
-                    radius = float("nan")
+                radius = float(noise.radius(weights, state, self.step))
                 if noise.steering is not None:
                     found = noise.steering.read(state["steering"][0], self.step)
                     stats |= found._asdict()

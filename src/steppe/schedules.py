@@ -155,33 +155,39 @@ def strength_at(strength: Strength, step: int, *, name: str = "strength") -> flo
 
 def check_strength(name: str, value: object) -> None:
     """Raise unless `value` is a schedule or a finite number of at least zero."""
-    if callable(value):
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number or a schedule, got {value!r}.")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be finite and at least 0, got {value}.")
+    if not callable(value):
+        check_nonnegative(name, value, "a number or a schedule")
 
 
-def check_number(name: str, value: object, *, whole: bool = False) -> None:
+def check_number(name: str, value: Any, wanted: str = "a number", *, whole: bool = False) -> None:
     """Raise unless `value` is a number, and a whole one of at least 1 where it counts something."""
-    kind, wanted = (numbers.Integral, "a whole number") if whole else (numbers.Real, "a number")
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(
+        value, numbers.Integral if whole else numbers.Real
+    ):
+        raise TypeError(f"{name} must be {'a whole number' if whole else wanted}, got {value!r}.")
     if whole and value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
-def check_nonnegative(name: str, value: float) -> None:
-    check_number(name, value)
+def check_nonnegative(name: str, value: Any, wanted: str = "a number") -> None:
+    """Raise unless `value` is a finite number of at least zero."""
+    check_number(name, value, wanted)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")
 
 
-def check_decay(name: str, value: float) -> None:
+def check_decay(name: str, value: Any) -> None:
+    """Raise unless `value` is in [0, 1): what a running mean keeps of its past."""
     check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}.")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise unless `value` is in [0, 1]."""
+    check_number(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}.")
 
 
 def needs_steps(strength: Strength | None) -> bool:

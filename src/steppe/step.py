@@ -103,8 +103,6 @@ class Step:
         if several and not run.reached:
             return  # a backward that reached no parameter (for an adversarial input) is not a pass
         self._look(run)
-        if self.metered and not (run.looked_at and self.meters_passes):
-            self._meter(run)
         self.done.append(run.index)
         if several:
             self._seen = self._marks()
@@ -114,12 +112,13 @@ class Step:
         if run.apart:
             run.reached = self._training.leaves.have_gradients
             run.own = dict.fromkeys(range(len(self._training.weights.params) * run.learns))
-        self._look(run)
+        if run.own:
+            self._look(run)
 
     def _look(self, run: Run) -> None:
-        """Take what is learnt from the pass's own gradients, and let go of that copy of the weights."""
-        if run.own:
-            if self.meters_passes:
+        """Take, once, what is learnt from a pass, and let go of its own gradients."""
+        if not run.looked_at:
+            if self.metered:
                 self._meter(run)
             self._note(run)
             run.own, run.looked_at = {}, True
@@ -175,7 +174,7 @@ class Step:
     def settle(self) -> None:
         """Everything that must happen between the last backward and the optimizer's update."""
         training = self._training
-        if training.perturbs:
+        if training.method.perturbs:
             if not self.done:
                 raise RuntimeError(
                     f"optimizer.step() without a pass of {training.method.name}() since the last "

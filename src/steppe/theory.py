@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from steppe.schedules import check_nonnegative, check_share
+
 
 def bayes_smoothness(alpha: float, beta: float, sigma: float) -> float:
     """Smoothness of the Bayes loss `E L(w + eps)`: `min(alpha / sigma, beta)` (Theorem 1).
@@ -31,8 +33,8 @@ def mixed_smoothness(alpha: float, beta: float, sigma: float, lam: float) -> flo
         7.5
     """
     _check(alpha=alpha, beta=beta)
-    _check_at_least_zero(sigma=sigma)
-    _check_lam(lam)
+    check_nonnegative("sigma", sigma)
+    check_share("lam", lam)
     if sigma == 0 or lam == 0:
         return beta
     return min(lam * alpha / sigma + (1 - lam) * beta, beta)
@@ -46,8 +48,8 @@ def noise_floor(beta: float, sigma: float, d: int, lam: float = 1.0) -> float:
         1.0
     """
     _check(beta=beta, d=d)
-    _check_at_least_zero(sigma=sigma)
-    _check_lam(lam)
+    check_nonnegative("sigma", sigma)
+    check_share("lam", lam)
     return 2 * (beta * lam * sigma) ** 2 * d
 
 
@@ -60,7 +62,7 @@ def batch_factor(lam: float, *, same_batch: bool = False) -> float:
         >>> batch_factor(0.5), batch_factor(0.5, same_batch=True)
         (0.5, 1.0)
     """
-    _check_lam(lam)
+    check_share("lam", lam)
     return 1.0 if same_batch else 2 * lam**2 - 2 * lam + 1
 
 
@@ -89,7 +91,8 @@ def gradient_bound(
         1.0835
     """
     _check(steps=steps, gamma0=gamma0, beta=beta, d=d)
-    _check_at_least_zero(gap=gap, M=M, sigma=sigma)
+    for name, value in {"gap": gap, "M": M, "sigma": sigma}.items():
+        check_nonnegative(name, value)
     if gamma0 * beta >= 1:
         raise ValueError(
             f"The bound needs gamma0 < 1/beta; got gamma0={gamma0} and 1/beta={1 / beta:.6g}. "
@@ -126,7 +129,7 @@ class Lemma:
 
     def mixed(self, lam: float) -> float:
         """Smoothness of the mixed loss at `sigma / lam`."""
-        _check_lam(lam)
+        check_share("lam", lam)
         if lam == 0:
             return self.beta
         return mixed_smoothness(self.alpha, self.beta, self.sigma / lam, lam)
@@ -165,14 +168,3 @@ def _check(**values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be finite and above 0, got {value}.")
-
-
-def _check_at_least_zero(**values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be finite and at least 0, got {value}.")
-
-
-def _check_lam(lam: float) -> None:
-    if not 0 <= lam <= 1:
-        raise ValueError(f"lam must be in [0, 1], got {lam}.")

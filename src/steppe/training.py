@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from steppe.batchnorm import (
-    FollowingStatistics,
-    FrozenStatistics,
     SharedStatistics,
+    following_statistics,
+    frozen_statistics,
     tracked_norms,
 )
 from steppe.distributed import Ranks
@@ -96,11 +96,9 @@ class Training:
         self.divisor = 1.0
         """By how much the loop divided each loss in the last step."""
         self.several, self.steered = len(method.passes) > 1, method.steered
-        self.perturbs = method.perturbs
         self.rests = self.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
         those gathered at perturbed weights do not fit the true ones."""
-        self._freezes = method.has_clean_pass or self.rests
         noises = [p.perturbation for p in method.passes if p.perturbation is not None]
         self.states: dict[Perturbation, State] = {n: n.init(weights) for n in noises}
         """What perturbations remember; equal ones of several passes share it."""
@@ -124,9 +122,11 @@ class Training:
         """Whether a pass ran since the last step of the optimizer."""
 
     def new_step(self) -> None:
+        """Forget the passes since the last optimizer step: what comes belongs to the next one."""
         self.step = Step(self)
 
     def new_step_if_abandoned(self) -> None:
+        """The same where the loop has thrown the gradients of these passes away."""
         if self.step.settled or self.step.abandoned():
             self.new_step()
 
@@ -156,9 +156,10 @@ class Training:
         self.step.running = run
         try:
             if run.perturbed and self.step.resting:
-                run.statistics = FollowingStatistics(self.model, self.number // REST)
+                run.statistics = following_statistics(self.model, self.number // REST)
             elif run.perturbed:
-                run.statistics = FrozenStatistics(self.model) if self._freezes else None
+                if self.rests or self.method.has_clean_pass:
+                    run.statistics = frozen_statistics(self.model)
                 self.move(run.index, self._draw(run.index))
             self.step.open(run)
         except BaseException:
@@ -194,18 +195,16 @@ class Training:
             noise.move(self.weights, self.states[noise], draw, gradient)
         self.weights.frozen.check_begun(noise)
         self.weights.watch()
-        torch.clear_autocast_cache()
 
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
         run, self.step.running = self.step.running, None
-        if run is not None and run.statistics is not None:
-            run.statistics.thaw()
+        if run is not None:
+            run.statistics.let_go()
         if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
             finally:
-                torch.clear_autocast_cache()
                 self.marks = self.weights.marks()
 
     def finish(self, run: Run) -> None:
@@ -215,9 +214,8 @@ class Training:
                 self.weights.frozen.check_ran()
                 self.step.close(run)
             finally:
-                self.marks = None
                 self.restore()
-            self.marks, self._passed = self.marks or self.weights.marks(), True
+            self.marks, self._passed = self.weights.marks(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
@@ -259,7 +257,7 @@ class Training:
         with torch.random.fork_rng():
             self.restore()
             self.probing = True
-            frozen = FrozenStatistics(self.model)
+            statistics = frozen_statistics(self.model)
             try:
                 if index is not None:
                     self.move(index, Draw(self.seed + sample, self.number, PROBE_STREAM))
@@ -267,7 +265,7 @@ class Training:
                 self.weights.frozen.check_ran()
             finally:
                 self.restore()
-                frozen.thaw()
+                statistics.let_go()
                 self.probing = False
 
     @contextmanager
@@ -284,6 +282,7 @@ class Training:
             self.in_closure = False
 
     def step_taken(self) -> None:
+        """The optimizer has stepped. A step that trained nothing does not count."""
         if not self.step.idle:
             self.number += 1
             self._unaccounted, self._passed = 0, False
@@ -291,6 +290,7 @@ class Training:
         self.new_step()
 
     def loss_scale(self) -> Tensor | float:
+        """What the scaler multiplies losses by, on the device; 1 without one."""
         if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
         one = torch.ones((), device=self.weights.device)

@@ -8,6 +8,7 @@ repeat, and the noise itself never exists as a whole (one extra copy of the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from weakref import WeakSet
 
 import torch
@@ -38,11 +39,10 @@ class Weights:
         frozen: Mapping[nn.Parameter, FrozenLinear] | None = None,
     ) -> None:
         self.shards, self._optimizer = shards or Shards(), optimizer
-        self.frozen = FrozenLayers(frozen)
         self.params: list[Perturbed] = []
         self.filters = 0
         for name, param in named:
-            offset, layer = self.shards.offset(param), self.frozen.of.get(param)
+            offset, layer = self.shards.offset(param), (frozen or {}).get(param)
             p = Perturbed(name, param, self.filters, offset, optimizer is None, layer)
             self.params.append(p)
             self.filters += p.filter_count
@@ -56,7 +56,7 @@ class Weights:
         """The parameters that are away from their true values, in the order of `params`."""
         self._flat = FlatMemory(self.params, self.sizes)
         self.marks = self._flat.marks
-        self.frozen.place(self.params, self._flat.noise)
+        self.frozen = FrozenLayers(self.params, self._flat.noise)
         self._written = False
         self._factors: tuple[list[float], Tensor] = ([], self.sizes)
         self._known_norms = torch.full_like(self.sizes, torch.nan)
@@ -179,8 +179,10 @@ class Weights:
         """The move is made: whoever writes a moved parameter from now on is found out by `restore()`."""
         if self.moved:
             self._flat.watch()
+            torch.clear_autocast_cache()  # it holds copies of the weights of before
 
     def written(self) -> bool:
+        """Whether somebody wrote a moved parameter since `watch()`."""
         return bool(self.moved) and self._flat.written()
 
     @torch.no_grad()
@@ -190,13 +192,14 @@ class Weights:
         self.frozen.end()
         if not self.moved:
             return
-        try:
+        with suppress(Exception) if quiet else nullcontext():
             written = self._flat.find_written()
             for flat in self._flat.flats:
                 torch._foreach_copy_(flat.values_now() if written else flat.values, flat.views)
             self.moved = []
             _away.discard(self)
             self.shards.reshard()
+            torch.clear_autocast_cache()
             if written:
                 raise RuntimeError(
                     f"{', '.join(written[:3])}{', …' if written[3:] else ''} changed in the middle of a perturbed "
@@ -206,9 +209,6 @@ class Weights:
                     f"{written[0]!r},), or change it outside of the pass: before the forward or after "
                     "perturber.restore()."
                 )
-        except Exception:
-            if not quiet:
-                raise
 
     def free(self) -> None:
         """Put the true weights back and let go of the memory for them."""

@@ -96,10 +96,9 @@ def alive(kind: type) -> list[Any]:
 def _clear_frames(error: BaseException) -> None:
     """Release the variables of the functions that an error and those behind it came through."""
     errors = [error]
-    for error in errors:
-        traceback.clear_frames(error.__traceback__)
-        behind = (error.__cause__, error.__context__)
-        errors += [e for e in behind if e is not None and e not in errors]
+    for e in errors:
+        traceback.clear_frames(e.__traceback__)
+        errors += [b for b in (e.__cause__, e.__context__) if b is not None and b not in errors]
 
 
 @dataclass(eq=False)

@@ -18,8 +18,8 @@ from steppe.noise import Draw, Gradients, filter_squares
 from steppe.schedules import (
     Steering,
     Strength,
-    check_decay,
     check_nonnegative,
+    check_share,
     one_strength,
     strength_at,
 )
@@ -159,7 +159,7 @@ class Adaptive(OneStrength):
         super().__post_init__()
         check_nonnegative("eta", self.eta)
         check_nonnegative("exponent", self.exponent)
-        check_decay("beta", self.beta)
+        check_share("beta", self.beta, below=True)
 
     def left(self, history: Tensor) -> Tensor:
         """How much of the noise is left."""
@@ -315,7 +315,7 @@ class MomentumAscent(OneStrength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay("momentum", self.momentum)
+        check_share("momentum", self.momentum, below=True)
 
     def init(self, weights: Weights) -> State:
         return {"momentum": weights.zeros()}

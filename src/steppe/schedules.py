@@ -176,18 +176,11 @@ def check_nonnegative(name: str, value: Any, wanted: str = "a number") -> None:
         raise ValueError(f"{name} must be finite and at least 0, got {value}.")
 
 
-def check_decay(name: str, value: Any) -> None:
-    """Raise unless `value` is in [0, 1): what a running mean keeps of its past."""
+def check_share(name: str, value: Any, *, below: bool = False) -> None:
+    """Raise unless `value` is in [0, 1]; in [0, 1) for `below`, as what a running mean keeps."""
     check_number(name, value)
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value}.")
-
-
-def check_share(name: str, value: Any) -> None:
-    """Raise unless `value` is in [0, 1]."""
-    check_number(name, value)
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {value}.")
+    if not 0 <= value <= 1 or (below and value == 1):
+        raise ValueError(f"{name} must be in [0, 1{')' if below else ']'}, got {value}.")
 
 
 def needs_steps(strength: Strength | None) -> bool:

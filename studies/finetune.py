@@ -323,7 +323,8 @@ def _table(records: list[dict[str, Any]], kind: str) -> Table | None:
                 std if method == "sgd" else half_width(std, len(own)) if len(own) > 1 else math.nan
             )
             sign = "" if method == "sgd" else "+"
-            shown = f"{mean:{sign}.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}")
+            shown = f"{round(mean, 1) + 0.0:{sign}.1f}"  # + 0.0: no minus before a zero
+            shown += "" if math.isnan(spread) else f" ± {spread:.1f}"
             cells.append(shown.replace("-", "−"))
         rows.append((title(method), str(len(seeds)), *cells))
     return Table(("", "n", *MEASURES), tuple(rows)) if rows else None

@@ -19,6 +19,7 @@ from steppe.report.canvas import COLOURS, save_figure
 from steppe.report.figures import landscape_figure, radius_figure
 from steppe.report.gathered import Gathered
 from steppe.report.subjects import find_comparison
+from studies import finetune
 from studies.definitions import LARGE, METHODS, study
 from studies.evidence import Evidence, Line
 from studies.findings import CHANGES, UNCHANGED, Claim, Findings, Row
@@ -145,12 +146,22 @@ def robust(line: Line) -> dict[str, Any]:
     return line.minima["robustness"]
 
 
+def finetune_block() -> str:
+    """The fine-tuning study's tables with clean labels, of the smaller training set."""
+    made = finetune.tables(ROOT / "evidence")
+    clean = [
+        title for title in made if "clean" in title and title.startswith(f"{finetune.SIZES[0]} ")
+    ]
+    return "\n\n".join(f"**{title}**\n\n{made[title]}" for title in clean)
+
+
 def evidence_blocks(found: Findings) -> dict[str, Blocks]:
-    """By file what the lines of the digits study say in it."""
+    """By file what the lines of the digits study, and of the fine-tuning study, say in it."""
     settings = (SETTING, "mlp-noisy")
     return {
         "README.md": {"result": result_table(found)},
         "docs/compression.md": {name: survival_block(found, name) for name in settings},
+        "docs/finetuning.md": {"study": finetune_block()},
     }
 
 

@@ -267,20 +267,24 @@ def _measure(run: Run, root: Path) -> dict[str, Any]:
     return measure(run, _read[root])
 
 
+def tables(folder: Path) -> dict[str, str]:
+    """By title the differences to AdamW in each cell of the study that has lines."""
+    records = [r for r in Lines(folder, NAME).lines.values() if not r["run"]["trial"]]
+    found = {}
+    for size, kind, wrong in itertools.product(SIZES, METHODS, WRONG):
+        cell = {"size": size, "kind": kind, "wrong": wrong}
+        there = [r for r in records if cell.items() <= r["run"].items()]
+        if (table := _table(there, kind)) is not None:
+            how = "LoRA" if kind == "lora" else "all weights"
+            labels = f"{100 * wrong:g} % wrong labels" if wrong else "clean labels"
+            found[f"{size} texts, {how}, {labels}"] = table.markdown()
+    return found
+
+
 def page(folder: Path) -> str:
     """The study's page of evidence: differences to AdamW, paired by seed; empty without lines."""
-    records = [r for r in Lines(folder, NAME).lines.values() if not r["run"]["trial"]]
-    parts: list[str] = []
-    for size in SIZES:
-        for kind in METHODS:
-            for wrong in WRONG:
-                cell = {"size": size, "kind": kind, "wrong": wrong}
-                there = [r for r in records if cell.items() <= r["run"].items()]
-                if (table := _table(there, kind)) is not None:
-                    how = "LoRA" if kind == "lora" else "all weights"
-                    labels = f"{100 * wrong:g} % wrong labels" if wrong else "clean labels"
-                    parts += [f"**{size} texts, {how}, {labels}**", "", table.markdown(), ""]
-    if not parts:
+    made = tables(folder)
+    if not made:
         return ""
     head = (
         "A pretrained MiniLM on reviews of two domains (`python -m studies finetune`): accuracy in percent on "
@@ -289,6 +293,7 @@ def page(folder: Path) -> str:
         "paired by seed, with 95 % t-intervals that are not corrected for the number of comparisons. "
         "m-ARWP sees two batches a step. [Fine-tuning](../finetuning.md) says what follows."
     )
+    parts = [f"**{name}**\n\n{table}\n" for name, table in made.items()]
     return "\n".join(["# Fine-tuning", "", head, "", *parts])
 
 

@@ -316,6 +316,8 @@ def _table(records: list[dict[str, Any]], kind: str) -> Table | None:
         for method in METHODS[kind]
     }
     base, rows = by_method["sgd"], []
+    if len(base) < 2:  # a cell that has just been begun
+        return None
     for method, found in by_method.items():
         seeds = sorted(found.keys() & base.keys())
         if not seeds:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +19,7 @@ from steppe.lab.progress import display
 from steppe.lab.results import Result
 from steppe.lab.runs import Run
 from steppe.lab.specs import parse
+from steppe.lab.stopping import ending_after
 from studies import minima
 from studies.definitions import Study
 from studies.evidence import Evidence, Line
@@ -97,7 +94,7 @@ def run_study(
         for entry in {e.config.data: e for e in todo}.values():  # missing data: now, not in hours
             load_data(entry.config.replace(root=root), Sources())
         weights = {entry.label: entry.seconds for entry in todo}
-        with display(progress, weights, study.name) as show, _ending_after(minutes):
+        with display(progress, weights, study.name) as show, ending_after(minutes):
             while entries := _next(plan.missing(evidence, limits.take)):
                 _run(entries, evidence, store, jobs, root, show)
                 plan = make_plan(study, evidence)
@@ -145,18 +142,3 @@ def _measured(entry: Entry) -> Callable[[Result], None] | None:
     if not (curvature or entry.robust):
         return None
     return partial(minima.measure, curvature=curvature, robust=entry.robust)
-
-
-@contextmanager
-def _ending_after(minutes: float | None) -> Iterator[None]:
-    """Ask this process to stop, as Ctrl-C does, when the time is over."""
-    if minutes is None:
-        yield
-        return
-    timer = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGINT))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -241,10 +241,11 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path, monkeypatch):
     assert len(evidence(tmp_path).lines) == 1
 
 
-def test_minutes_stop_a_study_and_save_the_run_under_way(tmp_path):
+@pytest.mark.parametrize("minutes", [1 / 60, 1e-9], ids=["one second", "over before the first run"])
+def test_minutes_stop_a_study_and_save_the_run_under_way(tmp_path, minutes):
     long = tiny(steps=10**6, seeds=1)
     with pytest.raises(Stopped):
-        run_study(long, evidence(tmp_path), tmp_path / "runs", minutes=1 / 60, progress=False)
+        run_study(long, evidence(tmp_path), tmp_path / "runs", minutes=minutes, progress=False)
     (folder,) = (tmp_path / "runs").iterdir()
     assert Run(folder).progress() > 0
 

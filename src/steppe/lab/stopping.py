@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _outside: Callable[[], bool] | None = None
+_end = math.inf
 
 
 def obey(asked: Callable[[], bool]) -> None:
@@ -15,6 +19,18 @@ def obey(asked: Callable[[], bool]) -> None:
     global _outside
     _outside = asked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def ending_after(minutes: float | None) -> Iterator[None]:
+    """Ask what trains in this block to stop, as Ctrl-C does, when the time is over."""
+    global _end
+    if minutes is not None:
+        _end = time.monotonic() + 60 * minutes
+    try:
+        yield
+    finally:
+        _end = math.inf
 
 
 class StopSignal:
@@ -30,7 +46,7 @@ class StopSignal:
     @property
     def asked(self) -> bool:
         """Whether somebody wants an end."""
-        return self._noticed or (_outside is not None and _outside())
+        return self._noticed or time.monotonic() > _end or (_outside is not None and _outside())
 
     def __enter__(self) -> StopSignal:
         if _outside is None and threading.current_thread() is threading.main_thread():

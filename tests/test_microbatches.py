@@ -62,11 +62,11 @@ def test_the_optimizer_sees_exactly_the_mixed_gradient(lam, convention, count):
 def test_micro_batches_and_backward_take_the_same_steps():
     method = steppe.m_arwp(0.05, eta=5.0, lam=0.3)
     ends = []
-    for door in ("hooks", "backward"):
+    for way in ("hooks", "backward"):
         model, optimizer, perturber = attached(method)
         for step in range(4):
             parts = [data(2 * step), data(2 * step + 1)]
-            if door == "hooks":
+            if way == "hooks":
                 for x, y in parts:
                     (loss_fn(model(x), y) / 2).backward()
             else:

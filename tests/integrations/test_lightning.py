@@ -58,7 +58,7 @@ def fit(method, module=None, *, count=6, attach=None, resume=None, **options):
 
 
 def by_hand(method, *, count=6, epochs=1, accumulate=1, clip=None, scaler=None, dtype=None):
-    """The loop that Lightning runs, with steppe's own doors."""
+    """The loop that Lightning runs, with steppe's explicit API."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     perturber = steppe.attach(model, optimizer, method, scaler=scaler)

@@ -44,7 +44,7 @@ def history_of(perturber):
 
 
 def by_hand(rank, method, accumulate):
-    """DDP and steppe's own doors."""
+    """DDP and steppe's explicit API."""
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     perturber = steppe.attach(model, optimizer, method)

@@ -117,7 +117,7 @@ def make(method, folder, *, model=None, data=None, kind=Trainer, callbacks=(), a
 
 
 def by_hand(method, model, batches, *, accumulate=1, per_epoch=6, clip=None):
-    """The loop that Trainer runs, with steppe's own doors, on the batches that it saw."""
+    """The loop that Trainer runs, with steppe's explicit API, on the batches that it saw."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     perturber = steppe.attach(model, optimizer, method)
     epochs = [batches[i : i + per_epoch] for i in range(0, len(batches), per_epoch)]

@@ -408,7 +408,7 @@ def test_passes_over_ranks_needs_a_process_group():
         steppe.attach(model, sgd(model), steppe.m_rwp(0.1), passes_over="ranks")
 
 
-# ---------------------------------------------------------------------- SAM, scaler, explicit doors
+# ---------------------------------------------------------------------- SAM, scaler, explicit API
 
 
 def sam(rank, ascent, views, accumulate):
@@ -476,14 +476,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(method):
     assert equal(first[3], second[3])
 
 
-def explicit(rank, door):
+def explicit(rank, way):
     model = DDP(mlp(dtype=torch.float64))
     optimizer = sgd(model)
     perturber = steppe.attach(model, optimizer, steppe.m_arwp(0.05, lam=0.3), noise="shared")
     assert perturber.batches_needed == 1
     for step in range(3):
         x, y = data(step, rank)
-        if door == "backward":
+        if way == "backward":
             perturber.backward(lambda x, y: loss_fn(model(x), y), (x, y))
         else:
             for only in perturber.passes():
@@ -498,10 +498,10 @@ def explicit(rank, door):
     return weights_of(model), history_of(perturber), message, repr(perturber)
 
 
-@pytest.mark.parametrize("door", ["backward", "passes"])
-def test_explicit_doors_run_this_ranks_pass(door):
+@pytest.mark.parametrize("way", ["backward", "passes"])
+def test_the_explicit_api_runs_this_ranks_pass(way):
     weights, history = one_process(steppe.m_arwp(0.05, lam=0.3), 3)
-    results = run(2, explicit, door)
+    results = run(2, explicit, way)
     for found, learnt, message, _ in results:
         assert_close(weights, found)
         assert_close(history, learnt)

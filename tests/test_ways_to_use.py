@@ -1,4 +1,4 @@
-"""The three doors: an unchanged loop, explicit passes, a loss and its batches; and closures."""
+"""The three ways to use it: an unchanged loop, explicit passes, a loss and its batches; and closures."""
 
 import pytest
 import torch
@@ -27,24 +27,24 @@ ONE_PASS = {
 
 
 @pytest.mark.parametrize("name", ONE_PASS)
-def test_all_doors_give_the_same_run_for_one_pass_methods(name):
+def test_all_ways_give_the_same_run_for_one_pass_methods(name):
     ends = []
-    for door in ("hooks", "passes", "backward", "lambda", "closure"):
+    for way in ("hooks", "passes", "backward", "lambda", "closure"):
         model, optimizer, perturber = attached(ONE_PASS[name])
         for step in range(4):
             x, y = batch(step)
             optimizer.zero_grad()
-            if door == "hooks":
+            if way == "hooks":
                 loss_fn(model(x), y).backward()
-            elif door == "passes":
+            elif way == "passes":
                 for run in perturber.passes():
                     with run:
                         loss_fn(model(x), y).backward()
-            elif door == "backward":
+            elif way == "backward":
                 perturber.backward(lambda x, y: loss_fn(model(x), y), (x, y))
-            elif door == "lambda":
+            elif way == "lambda":
                 perturber.backward(lambda: loss_fn(model(x), y))
-            if door == "closure":
+            if way == "closure":
 
                 def closure():
                     optimizer.zero_grad()
@@ -130,14 +130,14 @@ def test_a_keyword_closure_is_served_too():
 
 
 def test_closures_are_refused_where_batches_are_needed():
-    for method, door in (
+    for method, way in (
         (steppe.m_rwp(0.01), r"backward\(loss_of, batch1, batch2\)"),
         (steppe.lpf_sgd(0.01), r"backward\(loss_of, batch\)"),
         (steppe.sam(m=4), r"backward\(loss_of, batch\)"),
     ):
         model, optimizer, _ = attached(method)
         true = weights_of(model)
-        with pytest.raises(RuntimeError, match=door):
+        with pytest.raises(RuntimeError, match=way):
             optimizer.step(lambda: None)
         assert equal(true, weights_of(model))
 
@@ -166,7 +166,7 @@ def test_an_optimizer_that_repeats_its_closure_is_refused():
     [steppe.sam(), steppe.asam(), steppe.m_rwp(0.01, same_batch=True), steppe.sam(m=4)],
     ids=["sam", "asam", "same batch", "sam m"],
 )
-def test_what_hooks_cannot_serve_raises_at_once_and_names_the_door(method):
+def test_what_hooks_cannot_serve_raises_at_once_and_names_the_way(method):
     model, _, _ = attached(method)
     true = weights_of(model)
     with pytest.raises(RuntimeError, match=r"hooks cannot give.\nUse perturber.backward\(lambda"):

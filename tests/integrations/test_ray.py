@@ -383,6 +383,38 @@ def test_sigterm_stays_ours(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_cluster_that_starts_too_slowly_is_started_again(late, monkeypatch):
+    attempts = []
+
+    def init(**options):
+        attempts.append(options)
+        if len(attempts) <= late:
+            raise Exception("The current node timed out during startup. This could …")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", init)
+    if late < 3:
+        with Ray().open():
+            assert len(attempts) == late + 1
+        return
+    with pytest.raises(LabError, match="too busy. Train without it, --engine local"), Ray().open():
+        pass
+    assert len(attempts) == 3
+
+
+def test_an_error_of_ray_s_own_start_is_raised_as_it_is(monkeypatch):
+    def init(**options):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match="no room"), Ray().open():
+        pass
+
+
 def test_ctrl_c_while_the_cluster_starts(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     closed = []

@@ -33,6 +33,9 @@ logger = logging.getLogger("steppe")
 OBJECT_STORE = 256 * 1024**2
 """Bytes for objects on the way between processes, in a cluster started here."""
 
+ATTEMPTS = 3
+"""To start one."""
+
 
 @dataclass(frozen=True)
 class Ray:
@@ -113,8 +116,7 @@ class Ray:
 def _connect(ray: Any, address: str) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        ray.init(address="local", **own, **quiet)
+        _start(ray, include_dashboard=False, object_store_memory=OBJECT_STORE, **quiet)
         return
     host, colon, port = address.rpartition(":")
     try:
@@ -127,6 +129,23 @@ def _connect(ray: Any, address: str) -> None:
             f"no Ray cluster at {address}: {first}. Start one with `ray start --head`, or give no "
             "address, and one is started for this command."
         ) from error
+
+
+def _start(ray: Any, **options: Any) -> None:
+    """A cluster of our own. Ray gives its node 30 seconds, which a busy machine exceeds; what one attempt
+    leaves behind ends with this process."""
+    for _ in range(ATTEMPTS):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray raises no narrower one
+            if "timed out" not in str(error):
+                raise
+            late = error
+    raise LabError(
+        f"Ray did not start within its 30 seconds in {ATTEMPTS} attempts: the machine is too busy. Train "
+        "without it, --engine local, or start a cluster with `ray start --head` and give its address."
+    ) from late
 
 
 class Tasks:

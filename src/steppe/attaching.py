@@ -11,16 +11,17 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe import methods
 from steppe.distributed import AscentOf, Asked, Noise, PassesOver, Shards, find_ranks, sharding
 from steppe.frozen import FrozenLinear, find_frozen
-from steppe.hooks import Hooks, attached
+from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturber import Perturber
+from steppe.standins import ASKS, ScalerAsks, attached
 from steppe.training import Loop, MicrobatchLoss, OnIncomplete, Training
 from steppe.weights import Weights
 
@@ -95,6 +96,12 @@ def attach(
     if any(attached(model)):
         raise RuntimeError(
             "This model (or a part of it) is attached already. Call detach() on its perturber first."
+        )
+    asks, several = vars(optimizer).get(ASKS), len(method.passes) > 1
+    if isinstance(asks, ScalerAsks) and (asks.several or several):
+        raise RuntimeError(
+            "This optimizer is attached with another model already, and two methods would weigh its "
+            "gradients. Give each model an optimizer of its own."
         )
     if method.needs_steps:
         raise ValueError(
@@ -216,7 +223,8 @@ def choose(
     included = _patterns("include_frozen", include_frozen)
     candidates = {p: k for p, k in names.items() if not _excluded(k, patterns)}
     frozen = find_frozen(model, method, candidates, included)
-    renormed = _renormed(model)
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    renormed = {embedding.weight for embedding in embeddings if embedding.max_norm is not None}
     perturbed, skipped = [], {}
     for param, known in names.items():
         reason = _reason_to_skip(param, known, groups.get(param), patterns)
@@ -276,12 +284,6 @@ def _checked(exclude: Iterable[str], names: Mapping[nn.Parameter, list[str]]) ->
     return patterns
 
 
-def _renormed(model: nn.Module) -> set[Tensor]:
-    """Embeddings that shorten their rows in place during forward."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {m.weight for m in model.modules() if isinstance(m, kinds) and m.max_norm is not None}
-
-
 def _reason_to_skip(
     param: nn.Parameter, names: list[str], group: dict[str, Any] | None, patterns: list[str]
 ) -> str | None:
@@ -322,6 +324,11 @@ def _check_kinds(
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. Make one first: "
             "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"{_kind(optimizer)} has none of torch's hooks: its __init__ must call super().__init__(params, "
+            "defaults). Or attach the optimizer whose step() updates the weights."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(

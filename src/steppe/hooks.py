@@ -9,7 +9,8 @@ state without any of this, at the true weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from steppe.distributed import is_sharded
-from steppe.frozen import Forward
-from steppe.passes import EARLY, Run, put_back
-from steppe.schedules import watch_pull
-from steppe.step import loop_closure, loss_closure
+from steppe.passes import EARLY, Run, leaves_of, put_back
+from steppe.schedules import differentiable, watch_pull
+from steppe.standins import ASKS, MODE, STATE, Call, Hook, Mode, ScalerAsks, State
 from steppe.training import Training
-
-CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
-ASKS = "_step_supports_amp_scaling"
 
 
 class Hooks:
@@ -40,14 +36,15 @@ class Hooks:
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
         ]
-        self._asks = ScalerAsks(getattr(optimizer, ASKS, False))
-        vars(optimizer)[ASKS] = self._asks
+        self._asks = ScalerAsks(getattr(optimizer, ASKS, False), training.several)
+        vars(optimizer)[ASKS], vars(optimizer)[STATE] = self._asks, State(self, optimizer)
         self._call = Call(self, model)
         # a module without weights may be a part of several models
         self._modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
         gather = training.several and training.weights.shards.several
         for module in self._modules:
             vars(module)[STATE] = State(self, module)
+            vars(module).setdefault(MODE, Mode(self, module))
             self._handles += [
                 module.register_state_dict_pre_hook(Hook(self, "before_look")),
                 module.register_load_state_dict_pre_hook(Hook(self, "before_load")),
@@ -69,8 +66,10 @@ class Hooks:
         """Leave model and optimizer as they were, and no reference to either."""
         for handle in self._handles:
             handle.remove()
-        for module in self._modules:
+        for module in (*self._modules, self._training.optimizer):
             vars(module).pop(STATE, None)
+            if isinstance(vars(module).get(MODE), Mode):
+                del vars(module)[MODE]
         self._training.weights.frozen.remove()
         self._call.remove()
         vars(self._training.optimizer).pop(ASKS, None)
@@ -81,6 +80,12 @@ class Hooks:
 
     def before_look(self, *_: Any, **__: Any) -> None:
         self._training.restore()
+
+    def before_evaluation(self) -> None:
+        """A part of the model goes into evaluation mode, maybe after a discarded loss."""
+        running = self._training.step.running
+        if running is not None and running.forwarded and not (running.held or running.in_backward):
+            self._training.restore()
 
     def before_load(self, *_: Any, **__: Any) -> None:
         self._training.restore()
@@ -96,11 +101,11 @@ class Hooks:
                     self._training.leaves.watch(param, number)
 
     @_disable_dynamo
-    def before_forward(self, module: nn.Module) -> None:
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
         training, running = self._training, self._training.step.running
         if training.probing:
             return
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() and not torch._C._get_tracing_state()
         if (held := training.holding) is not None:
             if not (module.training or grad):
                 training.restore()
@@ -114,8 +119,10 @@ class Hooks:
         elif running is not None:
             if training.weights.written():
                 training.restore()  # which raises
+            running.forwarded = False
         elif training.method.perturbs:
             self._check_own_weights()
+            self._check_inputs(inputs)
             self._begin()
 
     def _check_own_weights(self) -> None:
@@ -129,6 +136,19 @@ class Hooks:
                     f"{self._training.loop.hold}. Or attach again."
                 )
 
+    def _check_inputs(self, inputs: Any) -> None:
+        """Notice, in the first steps, inputs that depend on weights which are about to move."""
+        training = self._training
+        if training.number >= EARLY:
+            return
+        for leaf in leaves_of([t.grad_fn for t in differentiable(inputs)]):
+            if (number := training.leaves.numbers.get(leaf)) is not None:  # type: ignore[call-overload]
+                raise RuntimeError(
+                    f"An input of the attached model was computed with its {training.weights.params[number].name}, "
+                    "which was not perturbed there. Hold the pass open over all of it: "
+                    f"{training.loop.hold}."
+                )
+
     def _begin(self) -> None:
         training, method = self._training, self._training.method
         if method.repeats_batch:
@@ -138,6 +158,11 @@ class Hooks:
             )
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(_inside_a_backward(training.loop.hold))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "The attached model is called inside a transform of torch.func (vmap, jacrev, …), where "
+                f"no noise can be drawn. Hold the pass open over all of it: {training.loop.hold}."
+            )
         training.new_step_if_abandoned()
         training.begin(Run(training, *training.next_pass(), held=False))
 
@@ -147,17 +172,21 @@ class Hooks:
             self._training.restore()
 
     @_disable_dynamo
-    def after_forward(self, module: nn.Module, output: Any) -> None:
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         training, running = self._training, self._training.step.running
         if running is None or (running.in_backward and not running.held):
             return
         if training.step.metered:
             seen = output if training.loop.outputs is None else training.loop.outputs(output)
-            training.step.pull_is_loss = watch_pull(running, seen)
+            watch_pull(running, seen, training.sees_outputs)
         if running.held:
             return
-        leaves = pytree.tree_leaves(output)
-        tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn]
+        running.forwarded = True
+        tensors = [t for t in differentiable(output) if t.grad_fn]
+        given = {id(t) for i in differentiable(inputs) for t in (i, i._base)}
+        # an operation in place on a view takes the view's hooks away, but not those of what it views
+        bases = [t._base for t in tensors if t._base is not None and t._base.grad_fn]
+        own = [t for t in (*tensors, *bases) if id(t) not in given]
         if not tensors:
             self._training.restore()
             raise RuntimeError(
@@ -165,7 +194,7 @@ class Hooks:
                 f"(got {type(output).__name__}), so the end of its backward cannot be found. Return "
                 f"tensors, or tuples, lists or dictionaries of them, or use {self._training.loop.hold}."
             )
-        for tensor in tensors:
+        for tensor in own or tensors:
             tensor.register_hook(partial(self._on_output_gradient, running))
 
     def _on_output_gradient(self, run: Run, gradient: Tensor) -> None:
@@ -245,98 +274,65 @@ def _inside_a_backward(hold: str) -> str:
     )
 
 
+def loss_closure(training: Training, closure: Callable[[], Any]) -> Any:
+    """Run all passes over a closure that zeroes gradients and differentiates by itself, once."""
+    method, leaves = training.method, training.leaves
+    if training.step.settled:
+        raise RuntimeError(
+            f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
+            "weight perturbation cannot serve."
+        )
+    if method.feed != "one" or method.m:
+        batches = "batch1, batch2" if method.feed == "each" else "batch"
+        raise RuntimeError(
+            f"{method.name}() cannot take its batches from a closure. Call "
+            f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
+        )
+    training.new_step()  # passes from before the closure do not count, nor do their gradients
+    theirs = {leaf: g for leaf, g in leaves.set_aside().items() if leaf not in leaves.ours}
+    total: Any = None
+    with training.running_closure(), ExitStack() as exits:
+        exits.callback(leaves.give_back, theirs)
+        for index, planned in enumerate(method.passes):
+            before = leaves.set_aside()  # the closure zeroes them
+            with Run(training, index, planned.weight), torch.enable_grad():
+                loss = closure()
+            leaves.give_back(before)
+            if planned.weight and not leaves.have_gradients:
+                raise RuntimeError(
+                    "The closure given to optimizer.step() ran no backward, and gradients from "
+                    "before it do not count. Let it call loss.backward(), or step without one."
+                )
+            if planned.weight and loss is not None:
+                part = planned.weight * loss
+                total = part if total is None else total + part
+        training.step.settle()
+    return total
+
+
+def loop_closure(training: Training, closure: Callable[[], Any]) -> Any:
+    """Run a closure whose passes the hooks run, and settle the step."""
+    with training.running_closure():
+        loss, step = closure(), training.step
+        step.idle = loss is None and not step.done
+        if not step.idle:  # a closure that ran no pass and gives no loss skips its step
+            step.settle()
+    return loss
+
+
 class EndOfBackward:
     """Called by autograd when a backward is over. If the backward raised, autograd lets go of it
     instead, and that puts the weights back too."""
+
+    _training: Training | None = None  # where a compiler made it without __init__
 
     def __init__(self, training: Training, run: Run) -> None:
         self._training, self._run = training, run
 
     def __call__(self) -> None:
-        self._training.finish(self._run)
+        if self._training is not None:
+            self._training.finish(self._run)
 
     def __del__(self) -> None:
-        if self._training.step.running is self._run:
+        if self._training is not None and self._training.step.running is self._run:
             self._training.restore(quiet=True)
-
-
-def attached(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a model that are attached already, by this or a wrapper that shares them."""
-    return (module for module in model.modules() if isinstance(vars(module).get(STATE), State))
-
-
-class Call:
-    """What runs when the attached model is called, in the place of torch's own way to call it.
-
-    A forward hook would stand in every pickle of the model, TorchScript would try to compile it, and
-    Ctrl-C would pass it by.
-    """
-
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-        compiled = getattr(module, CALLS[0], None)
-        self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
-        self._call = getattr(module, self._name)
-        vars(module)[self._name] = self
-
-    def remove(self) -> None:
-        if vars(self._module).get(self._name) is self:
-            del vars(self._module)[self._name]
-            if self._name == CALLS[0]:
-                vars(self._module)[self._name] = self._call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._hooks.before_forward(self._module)
-        try:
-            output = self._call(*args, **kwargs)
-        except BaseException:
-            self._hooks.forward_failed()
-            raise
-        self._hooks.after_forward(self._module, output)
-        return output
-
-
-class State:
-    """What a copy or a pickle of a module is made from: true weights, and nothing of ours."""
-
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-
-    def __call__(self) -> Any:
-        self._hooks.before_look()
-        state = type(self._module).__getstate__(self._module)
-        if not isinstance(state, dict):
-            return state
-        ours = (STATE, *CALLS)
-        state = {k: v for k, v in state.items() if k not in ours and not isinstance(v, Forward)}
-        for name, table in state.items():
-            if name.endswith("_hooks") and isinstance(table, dict):
-                state[name] = type(table)((k, h) for k, h in table.items() if not _is_ours(h))
-        return state
-
-
-class Hook:
-    """A hook of ours in a module's own tables, to be known by."""
-
-    def __init__(self, owner: object, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    @_disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        getattr(self._owner, self._name)(*args, **kwargs)
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "hook", hook), Hook)  # torch wraps those of load_state_dict
-
-
-class ScalerAsks:
-    """Stands in for what a GradScaler asks of an optimizer right before it steps: whether it can
-    unscale gradients by itself. torch says in no other place that a scaler is there."""
-
-    def __init__(self, answer: bool) -> None:
-        self._answer, self.asked = answer, False
-
-    def __bool__(self) -> bool:
-        self.asked = True
-        return self._answer

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from steppe.batchnorm import Held
 from steppe.distributed import alive, is_sharded
+from steppe.standins import ASKS, ScalerAsks
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -64,7 +65,11 @@ class Run:
         what is in `.grad`, where there was nothing before."""
         self.looked_at = False  # whether these served already
         self.pull: Tensor | None = None
-        """The sum of |dL/dz| over the model's outputs (or the loss itself), where a rise is steered by it."""
+        """The sum of |dL/dz| over the model's outputs, where a rise is steered by it."""
+        self.losses: list[Tensor] = []
+        """Single numbers among the outputs: what stands for it where nothing else is differentiated."""
+        self.forwarded = False
+        """Whether the model's forward is over and its backward has not begun."""
         self._entered = False
         self._aside: dict[Tensor, Tensor] = {}
         """The gradients from before a pass that shows the next one its way: its own do not count."""
@@ -179,15 +184,18 @@ class Leaves:
         self._first = set(_trained_by(training.optimizer))
         self._count = self._met = len(self._first)
         self._meet((*training.model.parameters(), *_trained_by(training.optimizer)))
+        self.ours = set(self._all)
+        """Those of the model and its optimizer; the others may have gradients of another step."""
 
     def __iter__(self) -> Iterator[Tensor]:
         groups = self._training.optimizer.param_groups
         if (count := sum([len(group["params"]) for group in groups])) != self._met:
             self._meet(_trained_by(self._training.optimizer))
+            self.ours.update(_trained_by(self._training.optimizer))
             self._met = count
         return iter(self._all)
 
-    def _meet(self, params: Iterable[nn.Parameter]) -> None:
+    def _meet(self, params: Iterable[Tensor]) -> None:
         self._all |= {param: None for param in params if not is_sharded(param)}
 
     def watch_all(self) -> None:
@@ -211,26 +219,22 @@ class Leaves:
         if self._met_optimizers:
             return
         self._met_optimizers = True
-        for found in alive(Optimizer):
-            if hasattr(found, "param_groups"):
+        for found in alive(Optimizer):  # the attached ones' perturbers weigh what they train
+            attached = isinstance(vars(found).get(ASKS), ScalerAsks)
+            if hasattr(found, "param_groups") and not attached:
                 self._meet(_trained_by(found))
 
     def meet_graph(self, loss: Tensor) -> None:
         """Find the leaves of this graph that nobody named (a criterion's weights)."""
-        seen, todo = set(), [loss.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and not is_sharded(leaf):
-                self._all[leaf] = None
-            todo += [following for following, _ in node.next_functions]
+        self._meet(leaves_of([loss.grad_fn]))
 
     @property
     def gradients(self) -> list[Tensor]:
-        return [grad for leaf in self if (grad := leaf.grad) is not None]
+        """Those of this step: of our leaves (sharded ones' parts), and of others that it reached."""
+        touched = self._training.step.touched
+        known = [leaf for leaf in self if leaf in self.ours or leaf in touched]
+        grads = [leaf.grad for leaf in known + self._sharded if leaf.grad is not None]
+        return [getattr(grad, "_local_tensor", grad) for grad in grads]
 
     @property
     def have_gradients(self) -> bool:
@@ -286,7 +290,7 @@ class Leaves:
         """Remove all hooks and forget the model."""
         for handle in self._handles.values():
             handle.remove()
-        self._handles, self._all = {}, {}
+        self._handles, self._all, self.ours = {}, {}, set()
 
 
 def _arrive(
@@ -296,6 +300,19 @@ def _arrive(
     hook back to the parameter runs through C++, where nothing collects it."""
     found, param = training(), leaf()
     return None if found is None or param is None else found.step.arrive(number, param, grad)
+
+
+def leaves_of(graphs: list[Any]) -> Iterator[Tensor]:
+    """The leaves that graphs come from."""
+    seen, todo = set(), list(graphs)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        todo += [following for following, _ in node.next_functions]
 
 
 def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:

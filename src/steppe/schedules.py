@@ -80,8 +80,8 @@ class Ramp(ABC):
         check_strength("end", self.end)
         if self.steps is not None:
             check_number("steps", self.steps)
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}.")
+            if self.steps < 1:
+                raise ValueError(f"steps must be at least 1, got {self.steps}.")
 
     def __call__(self, step: int) -> float:
         if self.steps is None:
@@ -161,9 +161,8 @@ def check_strength(name: str, value: object) -> None:
 
 def check_number(name: str, value: Any, wanted: str = "a number", *, whole: bool = False) -> None:
     """Raise unless `value` is a number, and a whole one of at least 1 where it counts something."""
-    if isinstance(value, bool) or not isinstance(
-        value, numbers.Integral if whole else numbers.Real
-    ):
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {'a whole number' if whole else wanted}, got {value!r}.")
     if whole and value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}.")
@@ -297,8 +296,7 @@ class Steering:
         weight = 1 - KEPT ** (seen + (PERIOD - 1) * late)
         mean = num / weight if weight else float("nan")
         spread = max(0.0, square / weight - mean * mean) if weight else float("nan")
-        kept = KEPT**PERIOD
-        effective = max(1.0, min(seen, (1 + kept) / (1 - kept)))
+        effective = max(1.0, min(seen, (1 + KEPT**PERIOD) / (1 - KEPT**PERIOD)))
         ramp, ratio = float(self.ramp(state)), float(state[11])
         stderr = (spread / effective) ** 0.5
         half = 1.0 if self.linear else 0.5
@@ -308,9 +306,7 @@ class Steering:
         """Say what does not work, now and then (it waits for the device); the halvings so far."""
         found, reading = int(state[10]), self.read(state, step)
         # at the bound of a net that fits its data under the noise nothing is wrong: it is flat
-        fits = (
-            reading.measured_rise > NOTHING * reading.rise and float(state[6]) < float(state[7]) / 2
-        )
+        fits = reading.measured_rise > NOTHING * reading.rise and bool(state[6] < state[7] / 2)
         if found > halvings and not fits:
             warnings.warn(
                 f"A loss rise of {reading.rise:g} cannot be held: the relative displacement stood at "
@@ -328,22 +324,27 @@ class Steering:
         return found
 
 
-def watch_pull(run: Any, output: Any) -> bool:
+def differentiable(value: Any) -> list[Tensor]:
+    """All tensors in a value that a graph stands behind or that require gradients."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def watch_pull(run: Any, output: Any, sees_outputs: bool) -> None:
     """Measure in `run.pull` how hard the loss pulls on the outputs: for a mean cross-entropy twice the
-    mean of 1 - p. Whether nothing but a loss is seen, whose value stands for the pull then."""
-    if isinstance(output, Mapping) and output.get("logits") is not None:
-        output = output["logits"]  # of models that return their loss beside them
-    leaves = pytree.tree_leaves(output)
-    tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    mean of 1 - p. `run.losses` stand for it where none of them is differentiated. `sees_outputs`: single
+    numbers alone are no loss, but the outputs of one sample."""
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    tensors = differentiable(output if logits is None else logits)  # a loss may be beside them
     outputs = [t for t in tensors if t.numel() > 1]
+    if not outputs and sees_outputs:
+        outputs = [t for t in tensors if t.dim()] or tensors
+    run.losses = [t for t in differentiable(output) if t.numel() == 1]
+    bases = [t if t._base is None or t._base.grad_fn is None else t._base for t in outputs]
 
     def add(gradient: Tensor) -> None:
         wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
         pull = gradient.detach().abs().sum(dtype=wide)
         run.pull = pull if run.pull is None else run.pull + pull
 
-    for tensor in outputs:
+    for tensor in {id(t): t for t in bases}.values():
         tensor.register_hook(add)
-    if not outputs and tensors:
-        run.pull = torch.stack([t.detach().abs().float().sum() for t in tensors]).sum()
-    return not outputs

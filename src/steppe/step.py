@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from functools import partial, reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -59,6 +58,8 @@ class Step:
         self.pulls: list[Tensor] = []
         self._frozen_slope: Tensor | float = 0.0
         self._seen: list[tuple[int, int]] = []
+        self.touched: set[Tensor] = set()
+        """The leaves that gradients arrived at."""
 
     def open(self, run: Run) -> None:
         """Gradients that arrive from now on belong to this pass."""
@@ -82,10 +83,14 @@ class Step:
         run = self.running
         if run is None or run.apart:
             return None
+        factor, own = run.factor, run.own
         if not run.in_backward:
             self.backward_begins(run)
-        run.reached = True
-        factor, own = run.factor, run.own
+            if factor != 1 and not run.held:  # the model's outputs come first, or all is another's
+                queue = torch.autograd.Variable._execution_engine.queue_callback
+                queue(partial(self._check_reached, run))
+        run.reached = run.reached or number is not None or leaf in self._training.leaves.ours
+        self.touched.add(leaf)
         if number is not None and run.learns:
             if number not in own:  # to keep `grad` would make autograd copy it
                 free = factor == 1 and leaf.grad is None and not self._training.ranks.averages
@@ -97,6 +102,15 @@ class Step:
         # never `grad * 0`: an overflow in a pass that does not count must not become NaN
         return torch.zeros_like(grad) if factor == 0 else grad * factor
 
+    def _check_reached(self, run: Run) -> None:
+        if not (run.reached or run.end_is_queued):
+            self._training.restore()
+            raise RuntimeError(
+                "Another loss was differentiated between the attached model's forward and its backward: "
+                f"its gradients were weighed with this pass of {self._training.method.name}(). "
+                "Differentiate it before the attached model's forward, or after its backward."
+            )
+
     def close(self, run: Run) -> None:
         """The backward of a pass came to an end, with its eps still in the weights: it counts."""
         several = self._training.several
@@ -104,7 +118,7 @@ class Step:
             return  # a backward that reached no parameter (for an adversarial input) is not a pass
         self._look(run)
         self.done.append(run.index)
-        if several:
+        if several or self.metered:
             self._seen = self._marks()
 
     def backward_ends(self, run: Run) -> None:
@@ -135,7 +149,12 @@ class Step:
         """Measure, while eps is still there, what it did to the loss."""
         weights = self._training.weights
         if run.pull is not None:
-            self.pulls.append(run.pull if self.pull_is_loss else run.pull / run.share)
+            self.pulls.append(run.pull / run.share)
+            self._training.sees_outputs = True
+        elif run.losses:
+            values = [loss.detach().abs().float().sum() for loss in run.losses]
+            self.pulls.append(torch.stack(values).sum())
+            self.pull_is_loss = True
         if (noise := run.noise) is None or noise.steering is None or not weights.away:
             return
         frozen = weights.frozen.slope(weights.sizes)
@@ -165,7 +184,7 @@ class Step:
     def abandoned(self) -> bool:
         """Whether all gradients are None or zero although passes ran: a new step begins. Values are
         looked at, which waits for the device, only if somebody wrote them since the last pass."""
-        if not self.done or not self._training.several:
+        if not self.done or not (self._training.several or self.metered):
             return False
         if (marks := self._marks()) == self._seen and marks:
             return False
@@ -302,48 +321,3 @@ class Step:
             weight = sum(p.weight for p in training.method.passes if p.perturbation == noise)
             factor *= (ranks.columns if ranks.noise == "rank" else 1) / weight if weight else 0.0
         return factor
-
-
-def loss_closure(training: Training, closure: Callable[[], Any]) -> Any:
-    """Run all passes over a closure that zeroes gradients and differentiates by itself, once."""
-    method, leaves = training.method, training.leaves
-    if training.step.settled:
-        raise RuntimeError(
-            f"{type(training.optimizer).__name__} calls its closure more than once a step, which "
-            "weight perturbation cannot serve."
-        )
-    if method.feed != "one" or method.m:
-        batches = "batch1, batch2" if method.feed == "each" else "batch"
-        raise RuntimeError(
-            f"{method.name}() cannot take its batches from a closure. Call "
-            f"perturber.backward(loss_of, {batches}), then optimizer.step() without one."
-        )
-    training.new_step()  # passes from before the closure do not count, nor do their gradients
-    leaves.set_aside()
-    total: Any = None
-    with training.running_closure():
-        for index, planned in enumerate(method.passes):
-            before = leaves.set_aside()  # the closure zeroes them
-            with Run(training, index, planned.weight), torch.enable_grad():
-                loss = closure()
-            leaves.give_back(before)
-            if planned.weight and not leaves.have_gradients:
-                raise RuntimeError(
-                    "The closure given to optimizer.step() ran no backward, and gradients from "
-                    "before it do not count. Let it call loss.backward(), or step without one."
-                )
-            if planned.weight and loss is not None:
-                part = planned.weight * loss
-                total = part if total is None else total + part
-        training.step.settle()
-    return total
-
-
-def loop_closure(training: Training, closure: Callable[[], Any]) -> Any:
-    """Run a closure whose passes the hooks run, and settle the step."""
-    with training.running_closure():
-        loss, step = closure(), training.step
-        step.idle = loss is None and not step.done
-        if not step.idle:  # a closure that ran no pass and gives no loss skips its step
-            step.settle()
-    return loss

@@ -112,6 +112,8 @@ class Training:
         self.stepping = 0
         """How deep in the optimizer's step: a subclass may call `super().step()`."""
         self.in_closure = self.probing = False
+        self.sees_outputs = False
+        """Whether the loss was seen to pull on the model's outputs, and not to be among them."""
         self.holding: Run | None = None
         """The pass that the user holds open (`with run:`), also after its weights were put back."""
         self.leaves = Leaves(self)
@@ -135,7 +137,7 @@ class Training:
         passes, index = self.method.passes, self.ranks.index
         losses = len(passes)
         if index is None:
-            index = len(self.step.done) % len(passes)
+            index = min(range(len(passes)), key=self.step.done.count)
             losses = losses if self.microbatch_loss == "mean" else 1
         return index, passes[index].weight * losses
 

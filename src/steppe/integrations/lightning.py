@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steppe.attaching import attach
-from steppe.hooks import Hook
 from steppe.integrations.loops import begin, checked, fill_in_length
 from steppe.methods import Method
 from steppe.passes import Run
 from steppe.perturber import Perturber
+from steppe.standins import Hook
 from steppe.training import Loop
 
 try:

@@ -247,16 +247,17 @@ def test_hsdp_lays_passes_over_replicas(lam):
         assert_close(weights, found)
 
 
-def first_history(rank):
-    """One step of m-ARWP on a 2x2 mesh: the history, and this rank's own gradient norms."""
+def first_history(rank, parts):
+    """One step of m-ARWP on a 2x2 mesh, its batch in equal micro-batches: the history."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     perturber = steppe.attach(model, optimizer, steppe.m_arwp(0.05, beta=0.9, lam=0.3))
     x, y = data(0, rank)
-    loss = loss_fn(model(x), y)
-    moved = [t.detach().clone() for t in perturber_weights(perturber)]
-    loss.backward()
+    for _ in range(parts):
+        loss = loss_fn(model(x), y) / parts
+        moved = [t.detach().clone() for t in perturber_weights(perturber)]
+        loss.backward()
     optimizer.step()
     return moved, history_of(perturber), [slot.name for slot in perturber._training.weights.params]
 
@@ -265,8 +266,9 @@ def perturber_weights(perturber):
     return [slot.values for slot in perturber._training.weights.params]
 
 
-def test_hsdp_history_is_the_mean_over_the_perturbed_ranks_own_gradients():
-    results = run(4, first_history)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_hsdp_history_is_the_mean_over_the_perturbed_ranks_own_gradients(parts):
+    results = run(4, first_history, parts)
     squares = []
     for rank in (2, 3):
         # both shards of the perturbed replica together are its full weights

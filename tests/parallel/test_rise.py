@@ -29,8 +29,9 @@ def test_the_passes_of_a_mixed_method_on_two_ranks_equal_one_process(accumulate)
     assert_close(state, their_state, 1e-8)
 
 
-def together(rank, kind, method):
-    """Both ranks with one eps, each with half of the batch; or one process with all of it."""
+def together(rank, kind, method, accumulate):
+    """Both ranks with one eps, each with half of the batch; or one process with all of it. Before some
+    steps a backward is thrown away."""
     model = mlp(dtype=torch.float64)
     if kind == "DDP":
         model = DDP(model)
@@ -43,17 +44,22 @@ def together(rank, kind, method):
     for step in range(STEPS):
         parts = [data(step, other) for other in ((0, 1) if rank is None else (rank,))]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
-        loss_fn(model(x), y).backward()
+        if step % 3 == 1:
+            loss_fn(model(x), y).backward()
+            optimizer.zero_grad()
+        for _ in range(accumulate):
+            (loss_fn(model(x), y) / accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
     return history_of(perturber)[-1]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_one_eps_on_two_ranks_is_steered_as_in_one_process(kind):
+def test_one_eps_on_two_ranks_is_steered_as_in_one_process(kind, accumulate):
     method = steppe.rwp(rise=rise())
-    alone = together(None, "", method)
-    for found in run(2, together, kind, method):
+    alone = together(None, "", method, accumulate)
+    for found in run(2, together, kind, method, accumulate):
         torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-9)
 
 

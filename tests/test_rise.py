@@ -204,6 +204,37 @@ def test_a_model_that_returns_its_loss_too_gives_the_same_r():
     assert torch.equal(steering_of(plain), steering_of(perturber))
 
 
+def test_gradients_that_are_not_in_grad_are_refused():
+    model = mlp()
+    optimizer = sgd(model)
+    steppe.attach(model, optimizer, steppe.rwp(rise=STEADY))
+    x, y = batch(0)
+    leaves = list(model.parameters())
+    grads = torch.autograd.grad(loss_fn(model(x), y), leaves)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = grad
+    with pytest.raises(RuntimeError, match="torch.autograd.grad hands them out"):
+        optimizer.step()
+
+
+def test_a_backward_to_the_inputs_alone_does_not_disturb_the_measure():
+    found = []
+    for attacked in (False, True):
+        model = mlp()
+        optimizer = sgd(model)
+        perturber = steppe.attach(model, optimizer, steppe.rwp(rise=STEADY))
+        for step in range(5):
+            x, y = batch(step)
+            if attacked:
+                x = x.clone().requires_grad_()
+                torch.autograd.grad(loss_fn(model(x), y), x)
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(perturber.stats()["measured_rise"])
+    assert found[0] == found[1] != 0
+
+
 @pytest.mark.parametrize("explicit", ["backward", "passes"])
 def test_explicit_passes_give_the_same_r(explicit):
     _, plain = train(steppe.rwp(rise=0.05))

@@ -57,6 +57,8 @@ class Step:
         """<eps, g> of the passes, or of all so far in one where their gradients add up."""
         self.pulls: list[Tensor] = []
         self._frozen_slope: Tensor | float = 0.0
+        self._saw_none = False
+        """Whether no gradient was there when the last measured backward ended."""
         self._seen: list[tuple[int, int]] = []
         self.touched: set[Tensor] = set()
         """The leaves that gradients arrived at."""
@@ -158,13 +160,16 @@ class Step:
         if (noise := run.noise) is None or noise.steering is None or not weights.away:
             return
         frozen = weights.frozen.slope(weights.sizes)
+        grads = [p.param.grad for p in weights.moved]  # all so far, at this eps
         if self.meters_passes:
             own = dict(zip(weights.params, self._own(run), strict=True))
-            slope = weights.dot_eps([own[p] for p in weights.moved])
+            grads = [own[p] for p in weights.moved]
+        self._saw_none = frozen is None and all(g is None for g in grads)
+        slope = weights.dot_eps(grads)
+        if self.meters_passes:
             slope = slope if frozen is None else slope + frozen
             self.slopes.setdefault(noise, []).append(slope / run.share)
             return
-        slope = weights.dot_eps([p.param.grad for p in weights.moved])  # all so far, at this eps
         if frozen is not None:
             self._frozen_slope = self._frozen_slope + frozen
             slope = slope + self._frozen_slope
@@ -293,6 +298,12 @@ class Step:
                 f"{training.method.name}(rise=…) follows how hard the loss pulls on the model's outputs, "
                 "but the attached model was not called in this step. Call it, or give a fixed strength "
                 "(ratio=…)."
+            )
+        if self._saw_none and training.leaves.have_gradients:
+            raise RuntimeError(
+                f"{training.method.name}(rise=…) measures the loss rise on the gradients that are in .grad when "
+                "backward ends, and none was there (torch.autograd.grad hands them out instead). Call "
+                "loss.backward(), or give a fixed strength (ratio=…)."
             )
         scale, number = training.loss_scale(), training.number
         unit = 1.0 if self.pull_is_loss else self.divisor / scale

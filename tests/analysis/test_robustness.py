@@ -232,6 +232,21 @@ class Tokens(nn.Module):
         return self.head(self.mix(self.embedding(x) + self.positions)).movedim(-1, 1)
 
 
+def test_ignored_targets_count_neither_as_right_nor_as_wrong():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 5), nn.Flatten(1), nn.Unflatten(1, (4, 5)))
+    model.append(nn.Linear(5, 5))
+    model.forward = lambda x: nn.Sequential.forward(model, x).transpose(1, 2)
+    x = torch.randint(5, (8, 4))
+    y = model(x).argmax(1)
+    y[:, 2:] = -100
+    y[0, :2] = (y[0, :2] + 1) % 5  # two of the 16 that count are wrong
+    result = robustness(Problem(model, F.cross_entropy, (x, y)), [Rounding(32)])
+    assert result.accuracy[0].tolist() == [14 / 16, 14 / 16]
+    everything = Problem(model, lambda out, y: out.mean(), (x, torch.full_like(y, -100)))
+    assert robustness(everything, []).accuracy.isnan().all()
+
+
 def test_embeddings_positions_and_vectors_stay_unless_asked_for():
     assert changed_weights(Tokens()) == ["mix.weight", "head.weight"]
     assert changed_weights(Tokens(tied=True)) == ["mix.weight"]

@@ -93,8 +93,8 @@ class Replica:
         """
         self.refresh_statistics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        hits: Tensor | None = None
-        count = 0
+        hits = torch.zeros(2, dtype=torch.float64, device=self.device)
+        count, classes = 0, False
         with torch.no_grad():
             for x, y in self.batches(rows):
                 output = self.model(x if alter is None else alter(x, count))
@@ -104,8 +104,8 @@ class Replica:
                 count += len(x)
                 right = _hits(output, y)
                 if right is not None:
-                    hits = right if hits is None else hits + right
-        return total.item() / count, None if hits is None else hits.item() / count
+                    hits, classes = hits + right, True
+        return total.item() / count, (hits[0] / hits[1]).item() if classes else None
 
     def gradient(self, rows: slice = slice(None)) -> tuple[float, list[Tensor]]:
         """Loss and its gradient, one tensor for each parameter."""
@@ -149,14 +149,16 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _hits(output: Any, y: Tensor) -> Tensor | None:
-    """How many samples (a mean over positions, for sequences) the largest output names rightly.
+    """How many targets the largest output names rightly, and how many there are, without negative
+    ones (torch's `ignore_index`).
 
-    Where an output is not a number, nothing is named.
+    Where an output is not a number, nothing is named. A single output names no class.
     """
     if not isinstance(output, Tensor) or output.ndim < 2 or y.is_floating_point():
         return None
     largest, guess = output.max(1)
-    if guess.shape != y.shape:
+    if guess.shape != y.shape or output.shape[1] < 2:
         return None
-    right = ((guess == y) & ~largest.isnan()).double()
-    return right.flatten(1).mean(1).sum() if right.ndim > 1 else right.sum()
+    counts = y >= 0
+    right = (guess == y) & ~largest.isnan() & counts
+    return torch.stack([right.sum(), counts.sum()]).double()

@@ -155,7 +155,8 @@ class _Bench:
             if isinstance(output, Tensor) and output.ndim > 1 and output.shape[1] > 1:
                 confidence, guess = output.double().softmax(1).max(1)
                 if guess.shape == y.shape:
-                    seen.append((confidence.reshape(-1).cpu(), (guess == y).reshape(-1).cpu()))
+                    counts = y >= 0
+                    seen.append((confidence[counts].cpu(), (guess == y)[counts].cpu()))
 
         loss, accuracy = self.replica.evaluate(
             alter=lambda x, first: change.inputs(x, first, self._scale, draw), look=look

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import uuid
@@ -22,6 +23,7 @@ from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
 from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
+from steppe.lab.ranks import world
 from steppe.lab.runs import Run
 from steppe.lab.tasks import Task
 
@@ -47,6 +49,28 @@ class Sources:
         if self.data is not None and not callable(self.data):
             with explained("data"):
                 object.__setattr__(self, "data", as_data(self.data))
+
+    @functools.cached_property
+    def made(self) -> str:
+        """A digest of what the model function makes, which its source does not tell: one function
+        makes other models after a variable of its has changed."""
+        model = self.new_model()
+        said = [repr(model), *(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())]
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, int | float | str | tuple) or hasattr(value, "__qualname__"):
+                    said.append(f"{name} {getattr(value, '__qualname__', value)}")
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
+
+    def new_model(self) -> nn.Module:
+        """What the model function makes."""
+        assert self.model is not None
+        model: object = self.model()
+        if not isinstance(model, nn.Module):
+            raise LabError(
+                f"the model function must return a torch.nn.Module, got {type(model).__name__}."
+            )
+        return model
 
     @staticmethod
     def _check_model(model: object) -> None:
@@ -102,15 +126,12 @@ def named(config: Config, sources: Sources) -> Config:
     if sources.data is None:
         changes["data"] = datasets.located(config.data)
         fingerprint += datasets.content_fingerprint(changes["data"])
-    if isinstance(data := sources.data, Data):  # sizes and a few samples tell data sets apart
-        digest = hashlib.sha256(
-            repr((data.name, data.note, len(data.train), len(data.test))).encode()
-        )
-        for split in (data.train, data.test):
-            few = torch.tensor([0, len(split) // 2, len(split) - 1])
-            for x, y in split.batches([few], augment_seed=None):
-                digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
-        fingerprint += digest.hexdigest()[:12]
+    with world().together(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # as for the run
+        if sources.model is not None:
+            fingerprint += sources.made
+        if sources.data is not None:
+            fingerprint += _given_data(config, sources).digest
     if config.init is not None and Path(config.init).is_file():
         with Path(config.init).open("rb") as stream:
             fingerprint += hashlib.file_digest(stream, "sha256").hexdigest()[:12]
@@ -141,7 +162,7 @@ def load_data(config: Config, sources: Sources) -> Data:
     seed = config.seed if config.data_seed is None else config.data_seed
     with explained(f"data {config.data!r}"):
         if sources.data is not None:
-            data = as_data(sources.data if isinstance(sources.data, Data) else sources.data(seed))
+            data = _given_data(config, sources)
             validation = config.validation if data.validation is None else 0.0
             return prepared(data, config.train_size, config.label_noise, validation, seed=seed)
         options = dict(config.data_options)
@@ -159,15 +180,16 @@ def load_data(config: Config, sources: Sources) -> Data:
         )
 
 
+def _given_data(config: Config, sources: Sources) -> Data:
+    """The data given as objects, or by a function of the seed."""
+    seed = config.seed if config.data_seed is None else config.data_seed
+    return as_data(sources.data if isinstance(sources.data, Data) else sources.data(seed))
+
+
 def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:
     """A newly initialised model for the data."""
     if sources.model is not None:
-        model: object = sources.model()
-        if not isinstance(model, nn.Module):
-            raise LabError(
-                f"the model function must return a torch.nn.Module, got {type(model).__name__}."
-            )
-        return model
+        return sources.new_model()
     with explained(f"model {config.model!r}"):
         return models.build(
             config.model,

@@ -214,12 +214,34 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
         ) from error
     finally:
         model.train(training)
-    if task.name == "classification" and data.classes != outputs.shape[-1]:
+    shape = tuple(getattr(outputs, "shape", ()))
+    if task.name == "classification":
+        if shape[1:2] != (data.classes,):
+            gives = f"{shape[1]} outputs" if len(shape) > 1 else f"{type(outputs).__name__} {shape}"
+            raise LabError(
+                f"the model gives {gives}, but {data.name} has {data.classes} "
+                f"classes. Build the model with {data.classes} outputs."
+            )
+        _check_classes(data)
+    try:
+        task.loss(outputs, y)
+        task.measure(outputs, y)
+    except (RuntimeError, ValueError, IndexError) as error:
         raise LabError(
-            f"the model gives {outputs.shape[-1]} outputs, but {data.name} has {data.classes} "
-            f"classes. Build the model with {data.classes} outputs."
-        )
-    task.measure(outputs, y)
+            f"task {task.name} cannot take outputs of shape {shape} and targets of shape "
+            f"{tuple(y.shape)} ({y.dtype}): {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_classes(data: Data) -> None:
+    """Raise for targets that count from elsewhere than 0; -100 is what torch's losses ignore."""
+    for split in (data.train, data.test, data.validation):
+        targets = None if split is None else split.targets
+        if targets is not None and len(wrong := targets[(targets < 0) & (targets != -100)]):
+            raise LabError(
+                f"{data.name}: targets of a classification count from 0 to {data.classes} - 1, got "
+                f"{int(wrong[0])}. For -1 and 1: (y + 1) // 2."
+            )
 
 
 def source_fingerprint(*objects: object) -> str:

@@ -91,6 +91,12 @@ def test_every_form_of_data_is_the_same_run(form, expected):
     assert found.metrics["test"] == expected
 
 
+def test_tables_of_pandas_are_arrays(expected):
+    pandas = pytest.importorskip("pandas")
+    tables = [(pandas.DataFrame(x.numpy()), pandas.Series(y.numpy())) for x, y in PAIRS]
+    assert compared(net, tables).rows[0].results[0].metrics["test"] == expected
+
+
 def test_random_split_divides_one_dataset():
     parts = random_split(TensorDataset(X, CLASSES), [40, 20], torch.Generator().manual_seed(0))
     assert compared(net, parts).example.metric == "accuracy"

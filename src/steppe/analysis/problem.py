@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -217,7 +218,10 @@ def _as_samples(data: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
         and len(data) == 2
         and all(hasattr(part, "__array__") for part in data)
     ):
-        x, y = (p if isinstance(p, Tensor) else _of_type(torch.as_tensor(p), dtype) for p in data)
+        x, y = (
+            p if isinstance(p, Tensor) else _of_type(torch.as_tensor(numpy.array(p)), dtype)
+            for p in data
+        )
     else:
         x, y = (_of_type(part, dtype) for part in _gathered(data))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:

@@ -117,6 +117,12 @@ def as_float32(values: Tensor) -> Tensor:
     return values.to(torch.float32) if values.is_floating_point() else values
 
 
+def plain(values: Any) -> Any:
+    """What torch makes a tensor of; of a table of pandas its array."""
+    known = isinstance(values, Tensor | numpy.ndarray | list | tuple)
+    return values if known or not hasattr(values, "__array__") else numpy.array(values)
+
+
 WANTED = (
     "((x_train, y_train), (x_test, y_test)) with tensors or arrays, (train, test) with datasets or "
     "DataLoaders, or a third part for validation"
@@ -150,7 +156,7 @@ def as_split(source: Source, name: str) -> Split:
     if isinstance(source, tuple | list) and len(source) == 2:
         part: Any = None
         try:
-            inputs, targets = (torch.as_tensor(part := each) for each in source)
+            inputs, targets = (torch.as_tensor(plain(part := each)) for each in source)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{name}: inputs and targets must be numbers, got {type(part).__name__} ({error})."

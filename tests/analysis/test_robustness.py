@@ -273,6 +273,15 @@ def test_what_cannot_be_measured_is_refused():
         robustness(problem, [4])
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         robustness(problem, draws=0)
+    with pytest.raises(TypeError, match="draws must be a whole number, got 1.5"):
+        robustness(problem, draws=1.5)
+    with pytest.raises(TypeError, match=r"changes must be a list such as \[Rounding\(4\)\]"):
+        robustness(problem, Rounding(4))
+    for samples in (data[0], torch.utils.data.TensorDataset(*data)):
+        with pytest.raises(TypeError, match="recalibrate takes batches, got a Tensor.* of single"):
+            robustness(problem, recalibrate=samples)
+    with pytest.raises(TypeError, match="amount must be a number, got 'half'"):
+        Pruning("half")
     with pytest.raises(ValueError, match='include must be "matrices" or "all", got'):
         robustness(problem, include="some")
 

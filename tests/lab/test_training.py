@@ -238,6 +238,25 @@ def test_a_model_function_that_makes_another_model_is_another_run():
     assert not same_run(*(Sources(functools.partial(Net, width)) for width in (4, 5)))
 
 
+def test_a_task_whose_loss_uses_another_value_is_another_run():
+    def of(loss):
+        return Sources(task=Task("own", loss, lambda out, y: {"one": y}, "one", False))
+
+    def smooth(amount):
+        return lambda out, y: nn.functional.cross_entropy(out, y, label_smoothing=amount)
+
+    def weighed(weight):
+        return functools.partial(nn.functional.cross_entropy, weight=weight)
+
+    for make in (smooth, lambda amount: nn.CrossEntropyLoss(label_smoothing=amount)):
+        assert same_run(of(make(0.1)), of(make(0.1)))
+        assert not same_run(of(make(0.1)), of(make(0.2)))
+    for make in (weighed, nn.CrossEntropyLoss):
+        weights = torch.ones(10), torch.arange(10.0)
+        assert same_run(*(of(make(weights[0].clone())) for _ in range(2)))
+        assert not same_run(*(of(make(weight)) for weight in weights))
+
+
 def test_data_that_differ_in_one_value_are_another_run():
     x, y = torch.randn(40, 4), torch.randint(3, (40,))
     other_x, other_y = x.clone(), y.clone()

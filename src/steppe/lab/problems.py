@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steppe.analysis.problem import digest
 from steppe.lab import data as datasets
 from steppe.lab import models, tasks
 from steppe.lab.config import Config
@@ -56,10 +57,7 @@ class Sources:
         makes other models after a variable of its has changed."""
         model = self.new_model()
         said = [repr(model), *(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())]
-        for module in model.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, int | float | str | tuple) or hasattr(value, "__qualname__"):
-                    said.append(f"{name} {getattr(value, '__qualname__', value)}")
+        said += [_settings(vars(module)) for module in model.modules()]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
 
     def new_model(self) -> nn.Module:
@@ -126,6 +124,9 @@ def named(config: Config, sources: Sources) -> Config:
     if sources.data is None:
         changes["data"] = datasets.located(config.data)
         fingerprint += datasets.content_fingerprint(changes["data"])
+    if sources.task is not None:
+        used = [_used_by(f) for f in (sources.task.loss, sources.task.measure)]
+        fingerprint += hashlib.sha256("".join(used).encode()).hexdigest()[:12]
     with world().together(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # as for the run
         if sources.model is not None:
@@ -261,6 +262,28 @@ def source_fingerprint(*objects: object) -> str:
             text = uuid.uuid4().hex
         digest.update(text.encode())
     return digest.hexdigest()[:12]
+
+
+def _used_by(function: Any) -> str:
+    """The values that a function has from around it, or an object that is called holds."""
+    if isinstance(function, functools.partial):
+        return f"{function.args}" + _settings(function.keywords) + _used_by(function.func)
+    if inspect.isfunction(function):
+        around = inspect.getclosurevars(function)
+        return _settings({**around.nonlocals, **around.globals})
+    buffers = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
+    return _settings({**getattr(function, "__dict__", {}), **buffers})
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    """Numbers, texts and tensors by value and functions by name, of these; others are left out."""
+    said = []
+    for name, value in sorted(values.items()):
+        if isinstance(value, Tensor):
+            said.append(f"{name} {digest([value])}")
+        elif isinstance(value, int | float | str | tuple) or hasattr(value, "__qualname__"):
+            said.append(f"{name} {getattr(value, '__qualname__', value)}")
+    return "\n".join(said)
 
 
 def load_trained(run: Run, sources: Sources | None = None) -> Problem:

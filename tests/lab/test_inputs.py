@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 import steppe
 from steppe.lab import Config, Event, LabError, Sources, compare, sweep, train
-from steppe.lab.data import epoch_order
+from steppe.lab.data import epoch_order, wrap
 from steppe.lab.specs import as_spec
 
 QUICK = {"steps": 3, "batch": 16, "eval_every": 0}
@@ -170,6 +170,7 @@ def test_mistakes_are_explained(model, data, said):
     [
         ({"methods": "sgd"}, r"methods must be a list such as \["),
         ({"methods": ["sgd"], "seeds": "two"}, "seeds must be their number or a list.*got 'two'"),
+        ({"methods": ["sgd"], "seeds": [7, 8, 7]}, r"seeds must differ: .* Got \[7, 8, 7\]"),
         ({"methods": ["sgd"], "seeds": 2.5}, "seeds must be their number or a list.*got 2.5"),
     ],
 )
@@ -191,6 +192,29 @@ def test_values_that_are_not_finite_later_in_the_data_are_named_beside_the_learn
     some[order[1][0]] = float("nan")
     with pytest.raises(LabError, match="Lower it, or look for values that are not finite"):
         str(compared(net, ((some[:40], CLASSES[:40]), PAIRS[1])))
+
+
+def test_a_last_batch_of_one_is_explained():
+    with pytest.raises(
+        LabError, match=r"one sample, .*BatchNorm .*\(40 samples in batches of 39\)"
+    ):
+        compared(
+            lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)),
+            PAIRS,
+            config={**QUICK, "batch": 39},
+        )
+
+
+def test_classes_of_floats_are_explained():
+    floats = tuple((x, y.float()) for x, y in PAIRS)
+    with pytest.raises(LabError, match=r"float32 targets. Give whole numbers, y.long\(\)"):
+        compared(net, floats, task="classification")
+
+
+def test_names_may_be_long(tmp_path):
+    named = wrap(*PAIRS, name="é" * 300)
+    found = compared(net, named, store=tmp_path, robustness=False)
+    assert found.rows[0].results[0].folder.is_dir()
 
 
 def test_outputs_that_are_not_numbers_are_wrong():

@@ -217,6 +217,10 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
         model.train(training)
     shape = tuple(getattr(outputs, "shape", ()))
     if task.name == "classification":
+        if data.classes is None:
+            raise LabError(
+                f"{data.name} has no classes: {y.dtype} targets. Give whole numbers, y.long()."
+            )
         if shape[1:2] != (data.classes,):
             gives = f"{shape[1]} outputs" if len(shape) > 1 else f"{type(outputs).__name__} {shape}"
             raise LabError(

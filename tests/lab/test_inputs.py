@@ -324,6 +324,12 @@ def test_methods_the_lab_cannot_make(method, said):
         as_spec(method)
 
 
+@pytest.mark.parametrize("grid", ["rwp", {"lr": 0.1}, {"model": "mlp"}])
+def test_a_grid_names_lists(grid):
+    with pytest.raises(LabError, match="grid names lists of values"):
+        sweep(QUICK, grid, store=None, progress=False)
+
+
 def test_progress_is_given_to_a_function():
     events: list[Event] = []
     compared(net, PAIRS, ["sgd", "rwp"], progress=events.append)

@@ -281,5 +281,5 @@ STUDIES: dict[str, Study] = {
 def study(name: str) -> Study:
     """A study by its name."""
     if name not in STUDIES:
-        raise unknown("study", name, STUDIES)
+        raise unknown("study", name, (*STUDIES, "finetune"))
     return STUDIES[name]

@@ -161,7 +161,7 @@ def test_bad_options_of_a_group_and_nothing_left():
     model = mlp()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "strength": -1}], lr=0.1)
     with pytest.raises(
-        ValueError, match="strength of a parameter group must be at least 0, got -1"
+        ValueError, match="strength of a parameter group must be finite and at least 0, got -1"
     ):
         steppe.attach(model, optimizer, steppe.rwp())
     with pytest.raises(ValueError, match="Nothing is left to perturb"):

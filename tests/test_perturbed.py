@@ -163,8 +163,9 @@ def test_what_cannot_be_perturbed_is_refused():
     for model, options, error, words in (
         (3, {"ratio": 0.1}, TypeError, "torch.nn.Module, got int"),
         (nn.ReLU(), {"ratio": 0.1}, ValueError, "Nothing is left"),
-        (mlp(), {"ratio": float("nan")}, ValueError, "finite number, got nan"),
-        (mlp(), {"ratio": "x"}, ValueError, "finite number, got 'x'"),
+        (mlp(), {"ratio": float("nan")}, ValueError, "ratio must be finite, got nan"),
+        (mlp(), {"ratio": "x"}, TypeError, "ratio must be a number, got 'x'"),
+        (mlp(), {"ratio": True}, TypeError, "ratio must be a number, got True"),
         (mlp(), {"ratio": 0.1, "seed": 0.5}, TypeError, "seed must be an int, got 0.5"),
     ):
         with (

@@ -21,6 +21,7 @@ from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import Draw
 from steppe.perturber import Perturber
+from steppe.schedules import check_nonnegative, check_number
 from steppe.standins import ASKS, ScalerAsks, attached
 from steppe.training import Loop, MicrobatchLoss, OnIncomplete, Training
 from steppe.weights import Weights
@@ -159,8 +160,9 @@ def perturbed(
         (3, [[3.0, 4.0]])
     """
     _check_model_and_seed(model, seed)
-    if not (isinstance(ratio, int | float) and math.isfinite(ratio)):
-        raise ValueError(f"ratio must be a finite number, got {ratio!r}.")
+    check_number("ratio", ratio)
+    if not math.isfinite(ratio):
+        raise ValueError(f"ratio must be finite, got {ratio!r}.")
     for module in sharding(model):  # gathered tensors may be in the parameters' place
         module.reshard()
     names = parameter_names(model)
@@ -300,9 +302,7 @@ def _reason_to_skip(
             f"{names[0]} has dtype {param.dtype}, which noise cannot be added to. Leave it out with "
             f"exclude=({names[0]!r},)."
         )
-    strength = group.get("strength", 1.0)
-    if not isinstance(strength, numbers.Real) or not 0 <= float(strength) < float("inf"):
-        raise ValueError(f"strength of a parameter group must be at least 0, got {strength!r}.")
+    check_nonnegative("strength of a parameter group", group.get("strength", 1.0))
     return None
 
 

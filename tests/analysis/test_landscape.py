@@ -157,6 +157,13 @@ def test_what_is_not_finite_is_kept_and_counted():
     assert torch.equal(result.loss[inside], whole.loss[inside])
 
 
+def test_a_model_of_one_output_has_no_accuracy():
+    x = torch.randn(8, 3)
+    loss = lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], y.float())  # noqa: E731
+    problem = Problem(nn.Linear(3, 1), loss, (x, (x[:, 0] > 0).long()))
+    assert landscape(problem, n=3).accuracy is None
+
+
 def bias_only():
     model, data = settled_net("conv")
     return Problem(model, F.cross_entropy, data, params=["head.bias"])

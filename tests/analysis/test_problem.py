@@ -69,6 +69,19 @@ def test_uneven_batches_equal_one_batch():
             torch.testing.assert_close(g, h, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
+def test_a_model_that_views_its_feature_maps_as_rows_is_analysed(analysis):
+    class Views(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x).view(len(x), -1))
+
+    x, y = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
+    model = Views(nn.Conv2d(1, 2, 3, padding=1), nn.Linear(32, 3))
+    problem = Problem(model, F.cross_entropy, (x, y))
+    assert problem.value() == F.cross_entropy(model(x), y).item()
+    analysis(problem)
+
+
 def test_a_last_batch_of_one_does_not_break_batch_statistics():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
     data = torch.randn(9, 2).double(), torch.zeros(9, dtype=torch.long)

@@ -77,6 +77,11 @@ def test_the_wrong_file_is_named(tmp_path):
     assert isinstance(Spectrum.load(path), Spectrum)
     with pytest.raises(ValueError, match="holds 'Spectrum', wanted Landscape"):
         Landscape.load(path)
+    (tmp_path / "notes.npz").write_text("no archive")
+    with pytest.raises(
+        ValueError, match=r"notes\.npz was not written by steppe\.analysis: it is no"
+    ):
+        Result.load(tmp_path / "notes.npz")
 
 
 def test_the_estimate_counts_what_torch_counts():

@@ -232,6 +232,21 @@ class Tokens(nn.Module):
         return self.head(self.mix(self.embedding(x) + self.positions)).movedim(-1, 1)
 
 
+def test_ignored_targets_count_neither_as_right_nor_as_wrong():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 5), nn.Flatten(1), nn.Unflatten(1, (4, 5)))
+    model.append(nn.Linear(5, 5))
+    model.forward = lambda x: nn.Sequential.forward(model, x).transpose(1, 2)
+    x = torch.randint(5, (8, 4))
+    y = model(x).argmax(1)
+    y[:, 2:] = -100
+    y[0, :2] = (y[0, :2] + 1) % 5  # two of the 16 that count are wrong
+    result = robustness(Problem(model, F.cross_entropy, (x, y)), [Rounding(32)])
+    assert result.accuracy[0].tolist() == [14 / 16, 14 / 16]
+    everything = Problem(model, lambda out, y: out.mean(), (x, torch.full_like(y, -100)))
+    assert robustness(everything, []).accuracy.isnan().all()
+
+
 def test_embeddings_positions_and_vectors_stay_unless_asked_for():
     assert changed_weights(Tokens()) == ["mix.weight", "head.weight"]
     assert changed_weights(Tokens(tied=True)) == ["mix.weight"]
@@ -258,6 +273,15 @@ def test_what_cannot_be_measured_is_refused():
         robustness(problem, [4])
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         robustness(problem, draws=0)
+    with pytest.raises(TypeError, match="draws must be a whole number, got 1.5"):
+        robustness(problem, draws=1.5)
+    with pytest.raises(TypeError, match=r"changes must be a list such as \[Rounding\(4\)\]"):
+        robustness(problem, Rounding(4))
+    for samples in (data[0], torch.utils.data.TensorDataset(*data)):
+        with pytest.raises(TypeError, match="recalibrate takes batches, got a Tensor.* of single"):
+            robustness(problem, recalibrate=samples)
+    with pytest.raises(TypeError, match="amount must be a number, got 'half'"):
+        Pruning("half")
     with pytest.raises(ValueError, match='include must be "matrices" or "all", got'):
         robustness(problem, include="some")
 

@@ -55,6 +55,13 @@ def test_every_form_of_data_is_the_same_problem(model, form):
     assert problem.samples == 12
 
 
+def test_tables_of_pandas_are_arrays(model):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(X.numpy()), pandas.Series(Y.numpy())
+    found = Problem(model, F.cross_entropy, table)
+    assert found.value() == Problem(model, F.cross_entropy, (X, Y)).value()
+
+
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [

@@ -97,6 +97,15 @@ def test_mistakes(tmp_path, file, content, options, said):
         data.load(file, **options)
 
 
+@pytest.mark.parametrize("odd", ["-", "inf", "1,5"])
+@pytest.mark.parametrize("target", ["price", "kind"])
+def test_numbers_with_a_cell_that_is_none_are_no_categories(tmp_path, odd, target):
+    rows = "\n".join(f"{odd if i == 3 else i / 4};{i % 2}" for i in range(40))
+    (tmp_path / "prices.csv").write_text(f"price;kind\n{rows}\n")
+    with pytest.raises(ValueError, match=f"'price' has numbers, but '{odd}' in row 4"):
+        data.load(str(tmp_path / "prices.csv"), target=target)
+
+
 def test_a_column_of_names_is_refused(tmp_path):
     rows = "\n".join(f"name {i},{i % 2}" for i in range(60))
     (tmp_path / "people.csv").write_text(f"who,sex\n{rows}\n")

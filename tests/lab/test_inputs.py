@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 import steppe
 from steppe.lab import Config, Event, LabError, Sources, compare, sweep, train
+from steppe.lab.data import epoch_order, wrap
 from steppe.lab.specs import as_spec
 
 QUICK = {"steps": 3, "batch": 16, "eval_every": 0}
@@ -43,6 +44,14 @@ class Pairs(Dataset):
 
     def __getitem__(self, index):
         return X[self.rows[index]], int(CLASSES[self.rows[index]])
+
+
+class Mappings(Pairs):
+    def __getitem__(self, index):
+        return dict(zip("xy", super().__getitem__(index), strict=True))
+
+
+ONE_HOT = (X, nn.functional.one_hot(CLASSES))
 
 
 def compared(model, data, methods=("sgd",), **options):
@@ -80,6 +89,12 @@ def expected():
 def test_every_form_of_data_is_the_same_run(form, expected):
     found = compared(net, FORMS[form]).rows[0].results[0]
     assert found.metrics["test"] == expected
+
+
+def test_tables_of_pandas_are_arrays(expected):
+    pandas = pytest.importorskip("pandas")
+    tables = [(pandas.DataFrame(x.numpy()), pandas.Series(y.numpy())) for x, y in PAIRS]
+    assert compared(net, tables).rows[0].results[0].metrics["test"] == expected
 
 
 def test_random_split_divides_one_dataset():
@@ -128,6 +143,19 @@ MISTAKES = [
         "a DataLoader's WeightedRandomSampler would be ignored",
     ),
     (net, ((X, X), (X, X, X)), "a split must be a pair"),
+    (net, (PAIRS[0], (X[:0], CLASSES[:0])), "the test split is empty"),
+    (net, (Mappings(range(9)), Mappings(range(9))), r"must be pairs \(x, y\), got a dict"),
+    (net, ((X, 2 * CLASSES - 1), PAIRS[1]), "count from 0 to .* got -1"),
+    (
+        net,
+        (ONE_HOT, ONE_HOT),
+        r"cannot take outputs of shape \(2, 2\) and targets of shape \(2, 2\)",
+    ),
+    (
+        lambda: nn.Sequential(net(), nn.Flatten(0)),
+        PAIRS,
+        r"gives Tensor \(4,\), but own data has 2",
+    ),
 ]
 
 
@@ -142,6 +170,7 @@ def test_mistakes_are_explained(model, data, said):
     [
         ({"methods": "sgd"}, r"methods must be a list such as \["),
         ({"methods": ["sgd"], "seeds": "two"}, "seeds must be their number or a list.*got 'two'"),
+        ({"methods": ["sgd"], "seeds": [7, 8, 7]}, r"seeds must differ: .* Got \[7, 8, 7\]"),
         ({"methods": ["sgd"], "seeds": 2.5}, "seeds must be their number or a list.*got 2.5"),
     ],
 )
@@ -155,6 +184,73 @@ def test_data_that_are_not_finite_are_not_blamed_on_the_learning_rate():
     result = compare(net, (bad, bad), ["sgd"], seeds=1, config=QUICK, store=None, progress=False)
     with pytest.raises(LabError, match="look for values that are not finite in the data"):
         str(result)
+
+
+def test_values_that_are_not_finite_later_in_the_data_are_named_beside_the_learning_rate():
+    order = epoch_order(40, 16, seed=0, epoch=0)
+    some = X.clone()
+    some[order[1][0]] = float("nan")
+    with pytest.raises(LabError, match="Lower it, or look for values that are not finite"):
+        str(compared(net, ((some[:40], CLASSES[:40]), PAIRS[1])))
+
+
+def test_a_last_batch_of_one_is_explained():
+    with pytest.raises(
+        LabError, match=r"one sample, .*BatchNorm .*\(40 samples in batches of 39\)"
+    ):
+        compared(
+            lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)),
+            PAIRS,
+            config={**QUICK, "batch": 39},
+        )
+
+
+def test_classes_of_floats_are_explained():
+    floats = tuple((x, y.float()) for x, y in PAIRS)
+    with pytest.raises(LabError, match=r"float32 targets. Give whole numbers, y.long\(\)"):
+        compared(net, floats, task="classification")
+
+
+def test_names_may_be_long(tmp_path):
+    named = wrap(*PAIRS, name="é" * 300)
+    found = compared(net, named, store=tmp_path, robustness=False)
+    assert found.rows[0].results[0].folder.is_dir()
+
+
+def test_outputs_that_are_not_numbers_are_wrong():
+    bad = torch.full((5, 4), float("nan"))
+    found = compared(net, (PAIRS[0], (bad, torch.zeros(5, dtype=torch.int64))))
+    assert found.rows[0].results[0].metrics["test"]["accuracy"] == 0
+
+
+def test_sequences_and_targets_that_the_loss_ignores():
+    class Tokens(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Embedding(3, 8), nn.Linear(8, 3))
+
+        def forward(self, x):
+            return super().forward(x).transpose(1, 2)
+
+    class Sentences(Dataset):
+        targets = torch.randint(3, (40, 6), generator=DRAWS)
+
+        def __len__(self):
+            return len(self.targets)
+
+        def __getitem__(self, index):
+            return self.targets[index], self.targets[index]
+
+    class Padded(Sentences):
+        targets = Sentences.targets.clone().index_fill_(1, torch.arange(2, 6), -100)
+
+        def __getitem__(self, index):
+            return Sentences.targets[index], self.targets[index]
+
+    config = {**QUICK, "steps": 60, "lr": 1.0}
+    found = compared(Tokens, (Sentences(), Padded()), config=config)
+    metrics = found.rows[0].results[0].metrics["test"]
+    assert metrics["accuracy"] == 100
+    assert metrics["nll"] == pytest.approx(metrics["loss"], rel=1e-3)
 
 
 def test_a_config_may_be_a_mapping():
@@ -226,6 +322,12 @@ OWN = steppe.Method("mine", (steppe.Pass(steppe.Gaussian(0.1)),))
 def test_methods_the_lab_cannot_make(method, said):
     with pytest.raises(LabError, match=said):
         as_spec(method)
+
+
+@pytest.mark.parametrize("grid", ["rwp", {"lr": 0.1}, {"model": "mlp"}])
+def test_a_grid_names_lists(grid):
+    with pytest.raises(LabError, match="grid names lists of values"):
+        sweep(QUICK, grid, store=None, progress=False)
 
 
 def test_progress_is_given_to_a_function():

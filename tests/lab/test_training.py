@@ -1,3 +1,4 @@
+import functools
 import json
 import logging
 import math
@@ -214,6 +215,64 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert again.metrics == first.metrics
     assert (first.folder / "model.pt").stat().st_mtime_ns == stamp
     assert json.loads((first.folder / "config.json").read_text())["train_size"] == 200
+
+
+def same_run(first, second):
+    """Whether a store takes the runs of two sources for one."""
+    configs = [settled(TINY.replace(seed=3), sources) for sources in (first, second)]
+    return configs[0].identity == configs[1].identity
+
+
+def test_a_model_function_that_makes_another_model_is_another_run():
+    class Net(nn.Sequential):
+        def __init__(self, width, act=torch.relu):
+            super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
+            self.act = act
+
+    def of(width, act=torch.relu):
+        return Sources(lambda: Net(width, act))
+
+    assert same_run(of(4), of(4))
+    assert not same_run(of(4), of(5))
+    assert not same_run(of(4), of(4, torch.tanh))
+    assert not same_run(*(Sources(functools.partial(Net, width)) for width in (4, 5)))
+
+
+def test_a_task_whose_loss_uses_another_value_is_another_run():
+    def of(loss):
+        return Sources(task=Task("own", loss, lambda out, y: {"one": y}, "one", False))
+
+    def smooth(amount):
+        return lambda out, y: nn.functional.cross_entropy(out, y, label_smoothing=amount)
+
+    def weighed(weight):
+        return functools.partial(nn.functional.cross_entropy, weight=weight)
+
+    for make in (smooth, lambda amount: nn.CrossEntropyLoss(label_smoothing=amount)):
+        assert same_run(of(make(0.1)), of(make(0.1)))
+        assert not same_run(of(make(0.1)), of(make(0.2)))
+    for make in (weighed, nn.CrossEntropyLoss):
+        weights = torch.ones(10), torch.arange(10.0)
+        assert same_run(*(of(make(weights[0].clone())) for _ in range(2)))
+        assert not same_run(*(of(make(weight)) for weight in weights))
+
+
+def test_data_that_differ_in_one_value_are_another_run():
+    x, y = torch.randn(40, 4), torch.randint(3, (40,))
+    other_x, other_y = x.clone(), y.clone()
+    other_x[7, 2] += 1
+    other_y[11] = (y[11] + 1) % 3
+    test = (torch.randn(9, 4), torch.arange(9) % 3)
+    for other in ((other_x, y), (x, other_y)):
+        assert same_run(*(Sources(data=(part, test)) for part in ((x, y), (x.clone(), y))))
+        assert not same_run(*(Sources(data=(part, test)) for part in ((x, y), other)))
+        assert not same_run(*(Sources(data=(test, test, part)) for part in ((x, y), other)))
+        functions = [lambda seed, part=part: (part, test) for part in ((x, y), other)]
+        assert not same_run(*(Sources(data=function) for function in functions))
+    before = torch.get_rng_state()
+    drawn = Sources(data=lambda seed: ((torch.randn(40, 4), y), test))
+    assert same_run(drawn, drawn)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_final_model_is_a_plain_state_dict(tmp_path):

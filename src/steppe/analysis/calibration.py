@@ -17,4 +17,4 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> 
     index = (confidence.double() * bins).ceil().long().clamp(1, bins) - 1
     gap = torch.zeros(bins, dtype=torch.float64)
     gap.index_add_(0, index, confidence.double() - correct.double())
-    return round(float(gap.abs().sum()) / len(confidence), 6)
+    return round(float(gap.abs().sum() / len(confidence)), 6)

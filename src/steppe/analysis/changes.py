@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from steppe.analysis.directions import filter_norms
 from steppe.noise import Draw, standard_normal_
-from steppe.schedules import check_nonnegative
+from steppe.schedules import check_nonnegative, check_number
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Rounding(Change):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.bits, int) and 2 <= self.bits <= 32):
-            raise ValueError(f"bits must be a whole number from 2 to 32, got {self.bits}.")
+            raise ValueError(f"bits must be a whole number from 2 to 32, got {self.bits!r}.")
         if self.per not in ("filter", "tensor") and not (
             isinstance(self.per, int) and self.per > 0
         ):
@@ -106,6 +106,7 @@ class Pruning(Change):
     kind: ClassVar[str] = "pruning"
 
     def __post_init__(self) -> None:
+        check_number("amount", self.amount)
         if not 0 <= self.amount <= 1:
             raise ValueError(f"amount must be between 0 and 1, got {self.amount}.")
         if self.scope not in ("tensor", "global"):

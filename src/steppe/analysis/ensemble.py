@@ -16,6 +16,7 @@ from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 from steppe.attaching import perturbed
+from steppe.schedules import check_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,8 +79,7 @@ def ensemble(
         [0.3133, 1.0, 0.2689]
     """
     check_problem(problem)
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}.")
+    check_number("samples", samples, whole=True)
     if problem.bn == "recalibrate":
         raise ValueError(
             'ensemble() does not take bn="recalibrate": an ensemble that is deployed has the stored '

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,8 @@ class Result:
     @classmethod
     def load(cls: type[R], path: str | os.PathLike[str]) -> R:
         """The result that `save` wrote."""
+        if Path(path).is_file() and not zipfile.is_zipfile(path):
+            raise ValueError(f"{path} was not written by steppe.analysis: it is no .npz file.")
         with np.load(path, allow_pickle=False) as stored:
             if "head" not in stored:
                 raise ValueError(f"{path} was not written by steppe.analysis: it has no head.")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from steppe.analysis.calibration import calibration_error
 from steppe.analysis.changes import (
@@ -27,6 +28,7 @@ from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
 from steppe.batchnorm import batch_size, recompute_norm_stats, tracked_norms
 from steppe.noise import Draw
+from steppe.schedules import check_number
 
 Included = Literal["matrices", "all"]
 ON_WEIGHTS: tuple[Change, ...] = (
@@ -74,6 +76,8 @@ def robustness(
         tensor([[1.0000, 1.0000, 0.5000]], dtype=torch.float64)
     """
     check_problem(problem)
+    if isinstance(changes, Change):
+        raise TypeError(f"changes must be a list such as [Rounding(4)], got {changes}.")
     chosen = (Change(), *(standard_changes(problem) if changes is None else changes))
     _check(problem, chosen, include, draws, recalibration_samples)
     counts = tuple(2 * draws if change.random else 1 for change in chosen)
@@ -155,7 +159,8 @@ class _Bench:
             if isinstance(output, Tensor) and output.ndim > 1 and output.shape[1] > 1:
                 confidence, guess = output.double().softmax(1).max(1)
                 if guess.shape == y.shape:
-                    seen.append((confidence.reshape(-1).cpu(), (guess == y).reshape(-1).cpu()))
+                    counts = y >= 0
+                    seen.append((confidence[counts].cpu(), (guess == y)[counts].cpu()))
 
         loss, accuracy = self.replica.evaluate(
             alter=lambda x, first: change.inputs(x, first, self._scale, draw), look=look
@@ -201,6 +206,11 @@ def _changed_names(problem: Problem, include: Included) -> list[str]:
 
 def _first(batches: Iterable[Any], samples: int) -> list[Any]:
     """As many batches as hold so many samples."""
+    if isinstance(batches, Tensor | Dataset):
+        raise TypeError(
+            f"recalibrate takes batches, got a {type(batches).__name__} of single samples. Give it a "
+            "DataLoader, or tensor.split(64)."
+        )
     found: list[Any] = []
     for batch in batches:
         found.append(batch)
@@ -226,10 +236,8 @@ def _check(
         )
     if include not in ("matrices", "all"):
         raise ValueError(f'include must be "matrices" or "all", got {include!r}.')
-    if draws < 1 or samples < 1:
-        raise ValueError(
-            f"draws and recalibration_samples must be at least 1, got {draws} and {samples}."
-        )
+    check_number("draws", draws, whole=True)
+    check_number("recalibration_samples", samples, whole=True)
     x = problem.data[0]
     for change in changes:
         if not isinstance(change, Change):

@@ -214,8 +214,11 @@ class Course:
     def _diverged(self, step: int) -> str:
         noise = next((p.perturbation for p in self.trainer.method.passes if p.perturbation), None)
         lower = "Lower it." if noise is None else "Lower one of them."
+        look = "look for values that are not finite in the data."
         if step == 0:  # nothing has been learnt: it is neither of them
-            lower = "It is so at the first batch: look for values that are not finite in the data."
+            lower = f"It is so at the first batch: {look}"
+        elif step < self.trainer.per_epoch:  # some of the data are seen for the first time
+            lower = f"{lower[:-1]}, or {look}"
         strength = "" if noise is None else f" and strength {noise.strength(step):.3g}"
         kept = checkpoints.checkpoints(self.run.checkpoints) if self.run else []
         last = f" The last good checkpoint is kept: {kept[-1]}." if kept else ""

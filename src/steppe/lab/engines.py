@@ -112,6 +112,8 @@ def seed_numbers(seeds: int | Sequence[int], purpose: str) -> tuple[int, ...]:
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise LabError(f"a {purpose} needs at least one seed.")
+    if len(set(numbers)) < len(numbers):
+        raise LabError(f"seeds must differ: a run counts once. Got {list(numbers)}.")
     return numbers
 
 

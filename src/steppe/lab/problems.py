@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steppe.analysis.problem import digest
 from steppe.lab import data as datasets
 from steppe.lab import models, tasks
 from steppe.lab.config import Config
@@ -22,6 +24,7 @@ from steppe.lab.data.user import as_data
 from steppe.lab.errors import LabError, explained
 from steppe.lab.naming import GIVEN, names_function, user_function
 from steppe.lab.pretrained import load_weights
+from steppe.lab.ranks import world
 from steppe.lab.runs import Run
 from steppe.lab.tasks import Task
 
@@ -47,6 +50,25 @@ class Sources:
         if self.data is not None and not callable(self.data):
             with explained("data"):
                 object.__setattr__(self, "data", as_data(self.data))
+
+    @functools.cached_property
+    def made(self) -> str:
+        """A digest of what the model function makes, which its source does not tell: one function
+        makes other models after a variable of its has changed."""
+        model = self.new_model()
+        said = [repr(model), *(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())]
+        said += [_settings(vars(module)) for module in model.modules()]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
+
+    def new_model(self) -> nn.Module:
+        """What the model function makes."""
+        assert self.model is not None
+        model: object = self.model()
+        if not isinstance(model, nn.Module):
+            raise LabError(
+                f"the model function must return a torch.nn.Module, got {type(model).__name__}."
+            )
+        return model
 
     @staticmethod
     def _check_model(model: object) -> None:
@@ -102,15 +124,15 @@ def named(config: Config, sources: Sources) -> Config:
     if sources.data is None:
         changes["data"] = datasets.located(config.data)
         fingerprint += datasets.content_fingerprint(changes["data"])
-    if isinstance(data := sources.data, Data):  # sizes and a few samples tell data sets apart
-        digest = hashlib.sha256(
-            repr((data.name, data.note, len(data.train), len(data.test))).encode()
-        )
-        for split in (data.train, data.test):
-            few = torch.tensor([0, len(split) // 2, len(split) - 1])
-            for x, y in split.batches([few], augment_seed=None):
-                digest.update(x.numpy(force=True).tobytes() + y.numpy(force=True).tobytes())
-        fingerprint += digest.hexdigest()[:12]
+    if sources.task is not None:
+        used = [_used_by(f) for f in (sources.task.loss, sources.task.measure)]
+        fingerprint += hashlib.sha256("".join(used).encode()).hexdigest()[:12]
+    with world().together(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # as for the run
+        if sources.model is not None:
+            fingerprint += sources.made
+        if sources.data is not None:
+            fingerprint += _given_data(config, sources).digest
     if config.init is not None and Path(config.init).is_file():
         with Path(config.init).open("rb") as stream:
             fingerprint += hashlib.file_digest(stream, "sha256").hexdigest()[:12]
@@ -141,7 +163,7 @@ def load_data(config: Config, sources: Sources) -> Data:
     seed = config.seed if config.data_seed is None else config.data_seed
     with explained(f"data {config.data!r}"):
         if sources.data is not None:
-            data = as_data(sources.data if isinstance(sources.data, Data) else sources.data(seed))
+            data = _given_data(config, sources)
             validation = config.validation if data.validation is None else 0.0
             return prepared(data, config.train_size, config.label_noise, validation, seed=seed)
         options = dict(config.data_options)
@@ -159,15 +181,16 @@ def load_data(config: Config, sources: Sources) -> Data:
         )
 
 
+def _given_data(config: Config, sources: Sources) -> Data:
+    """The data given as objects, or by a function of the seed."""
+    seed = config.seed if config.data_seed is None else config.data_seed
+    return as_data(sources.data if isinstance(sources.data, Data) else sources.data(seed))
+
+
 def build_model(config: Config, data: Data, sources: Sources) -> nn.Module:
     """A newly initialised model for the data."""
     if sources.model is not None:
-        model: object = sources.model()
-        if not isinstance(model, nn.Module):
-            raise LabError(
-                f"the model function must return a torch.nn.Module, got {type(model).__name__}."
-            )
-        return model
+        return sources.new_model()
     with explained(f"model {config.model!r}"):
         return models.build(
             config.model,
@@ -192,12 +215,38 @@ def _check_fit(model: nn.Module, data: Data, task: Task) -> None:
         ) from error
     finally:
         model.train(training)
-    if task.name == "classification" and data.classes != outputs.shape[-1]:
+    shape = tuple(getattr(outputs, "shape", ()))
+    if task.name == "classification":
+        if data.classes is None:
+            raise LabError(
+                f"{data.name} has no classes: {y.dtype} targets. Give whole numbers, y.long()."
+            )
+        if shape[1:2] != (data.classes,):
+            gives = f"{shape[1]} outputs" if len(shape) > 1 else f"{type(outputs).__name__} {shape}"
+            raise LabError(
+                f"the model gives {gives}, but {data.name} has {data.classes} "
+                f"classes. Build the model with {data.classes} outputs."
+            )
+        _check_classes(data)
+    try:
+        task.loss(outputs, y)
+        task.measure(outputs, y)
+    except (RuntimeError, ValueError, IndexError) as error:
         raise LabError(
-            f"the model gives {outputs.shape[-1]} outputs, but {data.name} has {data.classes} "
-            f"classes. Build the model with {data.classes} outputs."
-        )
-    task.measure(outputs, y)
+            f"task {task.name} cannot take outputs of shape {shape} and targets of shape "
+            f"{tuple(y.shape)} ({y.dtype}): {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_classes(data: Data) -> None:
+    """Raise for targets that count from elsewhere than 0; -100 is what torch's losses ignore."""
+    for split in (data.train, data.test, data.validation):
+        targets = None if split is None else split.targets
+        if targets is not None and len(wrong := targets[(targets < 0) & (targets != -100)]):
+            raise LabError(
+                f"{data.name}: targets of a classification count from 0 to {data.classes} - 1, got "
+                f"{int(wrong[0])}. For -1 and 1: (y + 1) // 2."
+            )
 
 
 def source_fingerprint(*objects: object) -> str:
@@ -217,6 +266,28 @@ def source_fingerprint(*objects: object) -> str:
             text = uuid.uuid4().hex
         digest.update(text.encode())
     return digest.hexdigest()[:12]
+
+
+def _used_by(function: Any) -> str:
+    """The values that a function has from around it, or an object that is called holds."""
+    if isinstance(function, functools.partial):
+        return f"{function.args}" + _settings(function.keywords) + _used_by(function.func)
+    if inspect.isfunction(function):
+        around = inspect.getclosurevars(function)
+        return _settings({**around.nonlocals, **around.globals})
+    buffers = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
+    return _settings({**getattr(function, "__dict__", {}), **buffers})
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    """Numbers, texts and tensors by value and functions by name, of these; others are left out."""
+    said = []
+    for name, value in sorted(values.items()):
+        if isinstance(value, Tensor):
+            said.append(f"{name} {digest([value])}")
+        elif isinstance(value, int | float | str | tuple) or hasattr(value, "__qualname__"):
+            said.append(f"{name} {getattr(value, '__qualname__', value)}")
+    return "\n".join(said)
 
 
 def load_trained(run: Run, sources: Sources | None = None) -> Problem:

@@ -115,6 +115,7 @@ class Store:
         """Where a run with this config lives."""
         about = config.recipe or f"{shown_name(config.data)}-{shown_name(config.model)}"
         method = config.method.partition(":")[0]
+        about = about[:60]  # file systems take names of 255 bytes
         readable = "".join(c if c.isalnum() else "-" for c in f"{about}-{method}").strip("-")
         return Run(self.folder / f"{readable}-seed{config.seed}-{config.identity}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -122,6 +122,11 @@ def sweep(
     if not grid:
         names = ", ".join(SEARCHES)
         raise LabError(f"say what to vary: --over lr=.01,.1 or --search one of {names}.")
+    lists = isinstance(grid, Mapping) and not any(
+        isinstance(values, str) or not isinstance(values, Iterable) for values in grid.values()
+    )
+    if not lists:
+        raise LabError(f'grid names lists of values, as in {{"rise": [0.05, 0.1]}}; got {grid!r}.')
     numbers = seed_numbers(seeds, "sweep")
     combinations = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())

@@ -56,13 +56,15 @@ class Task:
 
 
 def _class_columns(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    outputs = outputs.float()
+    """Without negative targets, which the loss ignores; an output that is not a number is wrong."""
+    outputs, counts = outputs.float(), targets >= 0
     confidence, predicted = outputs.softmax(dim=1).max(dim=1)
-    return {
-        "correct": (predicted == targets).float(),
+    columns = {
+        "correct": ((predicted == targets) & ~confidence.isnan()).float(),
         "nll": F.cross_entropy(outputs, targets, reduction="none"),
         "confidence": confidence,
     }
+    return {name: values[counts] for name, values in columns.items()}
 
 
 def _class_summary(columns: Columns) -> dict[str, float]:

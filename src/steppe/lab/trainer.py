@@ -132,7 +132,16 @@ class Trainer:
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch; of a part, so weighted that the ranks' mean is the batch's."""
-        loss = self.task.loss(self.wrapped(x), y)
+        try:
+            outputs = self.wrapped(x)
+        except ValueError as error:
+            if len(x) > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            raise LabError(
+                f"a batch has one sample, which BatchNorm cannot train on ({len(self.data.train)} samples in "
+                f"batches of {self.config.batch}). Change batch, or leave the rest out: drop_last=true."
+            ) from error
+        loss = self.task.loss(outputs, y)
         if self.part.of == 1:
             return loss
         before = self.step % self.per_epoch * self.config.batch

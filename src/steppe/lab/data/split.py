@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from steppe.analysis.problem import digest
 from steppe.lab.data.augment import Pipeline, parse
 from steppe.lab.data.order import mix
 
@@ -30,6 +33,11 @@ class Split(ABC):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    def digest(self) -> str:
+        """Of all targets that are known, and of 64 samples spread over the split."""
+        few = self.load((torch.arange(64) * len(self) // 64).unique(), None)
+        return digest(few if self.targets is None else (*few, self.targets))
 
     @abstractmethod
     def subset(self, indices: Tensor) -> Split:
@@ -111,6 +119,12 @@ class Data:
         task = "regression" if y.is_floating_point() else "classification"
         return cls(name, train, rest, task=task, shape=tuple(x.shape[1:]), **about)
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Twelve hex digits that tell data sets apart."""
+        splits = [split and split.digest() for split in (self.train, self.test, self.validation)]
+        return hashlib.sha256(f"{self.name}{self.note}{splits}".encode()).hexdigest()[:12]
+
     def noted(self, note: str, **changes: Any) -> Data:
         """A changed copy whose note says what was changed."""
         return replace(self, note=f"{self.note}; {note}" if self.note else note, **changes)
@@ -137,6 +151,9 @@ class MemorySplit(Split):
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def digest(self) -> str:
+        return digest((self.inputs, self.targets)) + repr(self.pipeline)
 
     def subset(self, indices: Tensor) -> MemorySplit:
         inputs = self.inputs.index_select(0, indices)

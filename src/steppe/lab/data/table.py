@@ -33,9 +33,17 @@ class Column:
         self.name, self.texts = name, texts
         self.missing = [i for i, text in enumerate(texts) if text.lower() in MISSING]
         values = [math.nan if t.lower() in MISSING else _number(t) for t in texts]
-        known = [value for value in values if value is not None and not math.isinf(value)]
-        whole = len(known) == len(texts)
-        self.numbers = torch.tensor(known, dtype=torch.float64) if whole else None
+        self.odd = [i for i, v in enumerate(values) if v is None or math.isinf(v)]
+        self.numbers = None if self.odd else torch.tensor(values, dtype=torch.float64)
+
+    def check_words(self, file: str) -> None:
+        """Raise for a column of numbers but for some cells: one input or class a number is not meant."""
+        if len({t for t in self.texts if _number(t.replace(",", ".")) is not None}) > MOST_CLASSES:
+            row = self.odd[0]
+            raise ValueError(
+                f"{file}: the column {self.name!r} has numbers, but {self.texts[row]!r} in row {row + 1}. "
+                "Leave a cell empty where the number is missing; decimals stand after a point."
+            )
 
 
 def table(
@@ -123,6 +131,8 @@ def _targets(
         )
     numbers = column.numbers
     if task is None:
+        if numbers is None:
+            column.check_words(file)
         whole = numbers is not None and bool((numbers == numbers.round()).all())
         few = len(set(column.texts)) <= MOST_CLASSES
         task = "classification" if numbers is None or (whole and few) else "regression"
@@ -147,6 +157,7 @@ def _inputs(column: Column, train: Tensor, file: str) -> Tensor:
         mean, std = _moments(numbers[train])
         scaled = (numbers - mean) / std
         return scaled.nan_to_num(0.0).to(torch.float32).unsqueeze(1)
+    column.check_words(file)
     words, index = numpy.unique(column.texts, return_inverse=True)
     if len(words) > MOST_WORDS:
         raise ValueError(

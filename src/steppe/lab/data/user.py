@@ -59,6 +59,10 @@ class DatasetSplit(Split):
     def load(self, indices: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         with isolated(0 if seed is None else seed):
             samples = [self.dataset[k] for k in self.indices[indices].tolist()]
+        for sample in samples:
+            if not isinstance(sample, tuple | list) or len(sample) < 2:
+                kind = type(sample).__name__
+                raise TypeError(f"samples of a dataset must be pairs (x, y), got a {kind}.")
         x, y = self.collate([sample[:2] for sample in samples])
         return as_float32(x), as_float32(y if self.targets is None else self.targets[indices])
 
@@ -98,6 +102,9 @@ def wrap(
     """
     splits = [as_split(source, name) for source in (train, test)]
     held_out = None if validation is None else as_split(validation, name)
+    for part, split in zip(("training", "test", "validation"), (*splits, held_out), strict=True):
+        if split is not None and not len(split):
+            raise ValueError(f"{name}: the {part} split is empty.")
     x, y = next(splits[0].batches([torch.tensor([0])], augment_seed=None))
     task = "regression" if y.is_floating_point() else "classification"
     if task == "classification" and classes is None:
@@ -108,6 +115,12 @@ def wrap(
 def as_float32(values: Tensor) -> Tensor:
     """Floats of any size as float32 (Python's and numpy's are float64); other types as they are."""
     return values.to(torch.float32) if values.is_floating_point() else values
+
+
+def plain(values: Any) -> Any:
+    """What torch makes a tensor of; of a table of pandas its array."""
+    known = isinstance(values, Tensor | numpy.ndarray | list | tuple)
+    return values if known or not hasattr(values, "__array__") else numpy.array(values)
 
 
 WANTED = (
@@ -143,7 +156,7 @@ def as_split(source: Source, name: str) -> Split:
     if isinstance(source, tuple | list) and len(source) == 2:
         part: Any = None
         try:
-            inputs, targets = (torch.as_tensor(part := each) for each in source)
+            inputs, targets = (torch.as_tensor(plain(part := each)) for each in source)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{name}: inputs and targets must be numbers, got {type(part).__name__} ({error})."

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import TypeVar
 
-R, T = TypeVar("R"), TypeVar("T")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 def side_by_side(

@@ -107,17 +107,11 @@ class Table:
 
     def html(self) -> str:
         """For notebooks, in the look of the report's tables."""
-        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in self.header)
-        body = "".join(
-            f'<tr><th scope="row">{html.escape(row[0])}</th>'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:])
-            + "</tr>"
-            for row in self.rows
-        )
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        from steppe.report.sections import html_table, note
+
         title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f'<div class="steppe-table"><style>{STYLE}</style>{title}{table}{notes}</div>'
+        table = html_table(self.header, self.rows) + note(*self.notes)
+        return f'<div class="steppe-table"><style>{STYLE}</style>{title}{table}</div>'
 
 
 def as_csv(records: Sequence[Mapping[str, object]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from steppe.lab.engines import Job, run_all
+from steppe.lab.engines import Job, Local, run_all
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.problems import Sources, load_data
 from steppe.lab.progress import Listener as Display
@@ -133,7 +133,7 @@ def _run(
     work = [
         Job(entry.label, entry.config.replace(root=root), _measured(entry)) for entry in entries
     ]
-    run_all(work, Sources(), store, processes=processes, show=show, keep=keep)
+    run_all(work, Sources(), store, engine=Local(processes), show=show, keep=keep)
 
 
 def _measured(entry: Entry) -> Callable[[Result], None] | None:

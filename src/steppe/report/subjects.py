@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from steppe.lab.comparison import Comparison, Row, judged
-from steppe.lab.config import MACHINE, OUTSIDE, Config
+from steppe.lab.config import MACHINE, OUTSIDE, Config, as_config
 from steppe.lab.errors import LabError
 from steppe.lab.results import Result, by_experiment, from_record, stored
 from steppe.lab.runs import Run, Store
 from steppe.lab.specs import Spec, label, parse
-from steppe.lab.statistics import Difference
 
 logger = logging.getLogger("steppe")
 
@@ -159,11 +158,9 @@ def _comparison(content: dict[str, Any], file: Path, store: Path) -> Comparison:
     rows = []
     for row in content["rows"]:
         results = tuple(_located(record, file, store) for record in row["runs"])
-        found = row["difference"] and Difference(**row["difference"])
-        same = {name: row[name] for name in ("spec", "label", "chosen", "trials", "cost")}
-        rows.append(Row(results=results, difference=found, **same))
-    config = Config().override(content["config"])
-    return Comparison(config, tuple(content["seeds"]), tuple(rows))
+        same = {name: row[name] for name in ("spec", "label", "chosen", "trials")}
+        rows.append(Row(results=results, **same))
+    return Comparison(as_config(content["config"]), tuple(content["seeds"]), judged(rows))
 
 
 def _located(record: dict[str, Any], file: Path, store: Path) -> Result:

@@ -221,7 +221,7 @@ def test_a_method_alone_is_tuned_and_trained_to_the_end(tmp_path):
     assert {entry.name for entry in plan.waiting} == {"SGD"}
     tuned = [entry for entry in plan.entries if entry.part == "tuned"]
     assert {entry.name for entry in tuned} == {"ARWP", "ARWP, batch doubled"}
-    assert all(evidence(tmp_path).find(entry.run) for entry in tuned)
+    assert all(evidence(tmp_path).lines.get(entry.run) for entry in tuned)
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path, monkeypatch):
@@ -280,10 +280,10 @@ def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_
     assert control.run not in missing
     folder.append(made_up_line(sgd))
     again = evidence(tmp_path)
-    assert again.find(sgd.run).minima["robustness"]
+    assert again.lines[sgd.run].minima["robustness"]
     assert sgd.run not in {entry.run for entry in plan.missing(again)}
     folder.append(replace(made_up_line(sgd), minima={}))
-    assert evidence(tmp_path).find(sgd.run).complete
+    assert evidence(tmp_path).lines[sgd.run].complete
 
 
 def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_path, monkeypatch):

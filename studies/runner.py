@@ -1,7 +1,5 @@
 """Running a study: every run that has no line yet, part by part, its line written as it ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

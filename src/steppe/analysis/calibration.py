@@ -1,7 +1,5 @@
 """Calibration: how far a model's confidence is from how often it is right."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Ensemble: predictions averaged over weight noise, beside those of the single model."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

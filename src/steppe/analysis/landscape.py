@@ -1,7 +1,5 @@
 """Loss surfaces over a plane of weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import product

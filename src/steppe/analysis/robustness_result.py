@@ -1,7 +1,5 @@
 """The result of `robustness`: its numbers, its table and its figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Only runs of full recipes count.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from functools import cache
 
 from steppe.lab import specs
 from steppe.lab.config import Config
-from steppe.lab.errors import unknown
+from steppe.lab.errors import looked_up
 from steppe.lab.recipes import recipe
 from steppe.lab.specs import label, parse
 from steppe.lab.tuning import Tune
@@ -278,6 +278,4 @@ STUDIES: dict[str, Study] = {
 
 def study(name: str) -> Study:
     """A study by its name."""
-    if name not in STUDIES:
-        raise unknown("study", name, STUDIES)
-    return STUDIES[name]
+    return looked_up("study", name, STUDIES)

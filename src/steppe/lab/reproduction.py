@@ -6,7 +6,7 @@ Only runs of full recipes count.
 from dataclasses import dataclass
 from pathlib import Path
 
-from steppe.lab.errors import unknown
+from steppe.lab.errors import looked_up
 from steppe.lab.recipes import recipe
 from steppe.lab.results import by_experiment, readable
 from steppe.lab.runs import DEFAULT_STORE, Store
@@ -102,9 +102,7 @@ SMALLER = (
 
 def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
     """One of the paper's tables, filled from the run store."""
-    if name not in TABLES:
-        raise unknown("table", name, TABLES)
-    title, cells = TABLES[name]
+    title, cells = looked_up("table", name, TABLES)
     ours = by_experiment(r for r in readable(Store(Path(store))) if r.status == "finished")
     about: tuple[str, ...] = ("recipe", "method")
     note = SMALLER

@@ -11,7 +11,7 @@ from typing import Literal
 
 from rich.cells import cell_len
 
-from steppe.lab.errors import unknown
+from steppe.lab.errors import looked_up
 
 Format = Literal["text", "markdown", "csv"]
 
@@ -38,12 +38,8 @@ class Table:
 
     def render(self, form: Format = "text", width: int | None = None) -> str:
         """The table in one of its forms; text in lines of at most `width`, if given."""
-        if form == "text":
-            return self.text(width)
-        forms = {"markdown": self.markdown, "csv": self.csv}
-        if form not in forms:
-            raise unknown("table format", form, ("text", *forms))
-        return forms[form]()
+        forms = {"text": lambda: self.text(width), "markdown": self.markdown, "csv": self.csv}
+        return looked_up("table format", form, forms)()
 
     def text(self, width: int | None = None) -> str:
         """Aligned columns: words to the left, numbers to the right.

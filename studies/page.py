@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from steppe.lab.tables import Table, join_words
 from steppe.report.canvas import save_figure
@@ -25,10 +26,7 @@ from studies.tables import (
     result_table,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Draw = Callable[[], "Figure"]
+Draw = Callable[[], Figure]
 OPENING = """# Evidence
 
 What the methods gain on real data, at a size that two CPU cores train. Five questions are primary;

@@ -31,7 +31,7 @@ from steppe.analysis.changes import Rounding
 from steppe.integrations.loops import named
 from steppe.lab.environment import describe
 from steppe.lab.errors import LabError
-from steppe.lab.statistics import half_width, mean_std
+from steppe.lab.statistics import half_width, mean_std, mean_words
 from steppe.lab.tables import Table
 from steppe.noise import Draw
 from steppe.schedules import RISE
@@ -302,14 +302,12 @@ def _table(records: list[dict[str, Any]], kind: str) -> Table | None:
             continue
         cells = []
         for key in keys.values():
-            own = [found[s][key] - (0.0 if method == "sgd" else base[s][key]) for s in seeds]
-            mean, std = mean_std(own)
-            spread = (
-                std if method == "sgd" else half_width(std, len(own)) if len(own) > 1 else math.nan
-            )
-            sign = "" if method == "sgd" else "+"
-            shown = f"{round(mean, 1) + 0.0:{sign}.1f}"  # + 0.0: no minus before a zero
-            shown += "" if math.isnan(spread) else f" ± {spread:.1f}"
-            cells.append(shown.replace("-", "−"))
+            if method == "sgd":
+                cells.append(mean_words([found[s][key] for s in seeds], ".1f", ".1f"))
+                continue
+            mean, std = mean_std([found[s][key] - base[s][key] for s in seeds])
+            half = f" ± {half_width(std, len(seeds)):.1f}" if len(seeds) > 1 else ""
+            gain = f"{round(mean, 1) + 0.0:+.1f}{half}"  # + 0.0: no minus before a zero
+            cells.append(gain.replace("-", "−"))
         rows.append((title(method), str(len(seeds)), *cells))
     return Table(("", "n", *MEASURES), tuple(rows)) if rows else None

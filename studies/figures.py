@@ -8,14 +8,7 @@ from matplotlib.figure import Figure
 
 from steppe.lab.statistics import Difference
 from steppe.report.canvas import error_bars, marked_style, panels, shared_legend
-from studies.comparisons import (
-    MARGIN,
-    MATCH,
-    RANDOM_GAINS,
-    compared,
-    places,
-    trial_gains,
-)
+from studies.comparisons import MARGIN, MATCH, RANDOM_GAINS, compared, places, trial_gains
 from studies.definitions import FEW
 from studies.findings import CHANGES, OURS, UNCHANGED, Findings
 

@@ -18,13 +18,7 @@ from studies.evidence import Evidence, Line
 from studies.findings import JUDGED, Findings
 from studies.flatness import CAPTION, TITLE, correlations, flatness_figure, flatness_words
 from studies.questions import NOTHING, PRIMARY, post_hoc
-from studies.tables import (
-    gains_table,
-    minima_table,
-    pairs_table,
-    paper_table,
-    result_table,
-)
+from studies.tables import gains_table, minima_table, pairs_table, paper_table, result_table
 
 Draw = Callable[[], Figure]
 OPENING = """# Evidence

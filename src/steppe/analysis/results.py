@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-R = TypeVar("R", bound="Result")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,7 +42,7 @@ class Result:
         return target
 
     @classmethod
-    def load(cls: type[R], path: str | os.PathLike[str]) -> R:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """The result that `save` wrote."""
         with np.load(path, allow_pickle=False) as stored:
             if "head" not in stored:

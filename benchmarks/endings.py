@@ -8,6 +8,8 @@ aborted if a rank died of SIGABRT, as hung if it took longer than ten minutes (f
 on two loaded cores take two).
 """
 
+from __future__ import annotations
+
 import argparse
 import gc
 import os

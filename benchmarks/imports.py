@@ -5,6 +5,8 @@
 The time of `from steppe import *` (names are imported when first used) in a new process that has imported torch.
 """
 
+from __future__ import annotations
+
 import subprocess
 import sys
 

@@ -12,6 +12,8 @@ Times: whole steps on the CPU where operations are all there is, a transformer o
 small MLP, one thread, methods in turns.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import cache

@@ -1,5 +1,7 @@
 """What the benchmarks share: turns, medians with their spread, where a number came from, JSON."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

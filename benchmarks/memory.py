@@ -13,6 +13,8 @@ malloc gives large tensors back at once (MALLOC_MMAP_THRESHOLD_): otherwise they
 run, for both, with what it keeps.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import resource

@@ -5,6 +5,8 @@
 Nothing on that page is typed by hand; `--check` fails if it is not what the results say.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -8,6 +8,8 @@ rank's, medians are compared. m-ARWP's second device buys a second batch and the
 would buy half of its time, which is shown beside it.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import os

@@ -9,6 +9,8 @@ rho; stage 4 chooses nothing and compares the rise with a ratio, ARWP and no res
 these lines alone.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json

@@ -3,6 +3,8 @@
 What is scored are samples of the training data that are not trained on, never test data.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,6 +7,8 @@ on square linear layers of 10^4 to 10^8 weights in all, next to an SGD step (`op
 Tensors: the same on a million weights that are cut into 4 to 1,024 layers.
 """
 
+from __future__ import annotations
+
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -7,6 +7,8 @@ compared. On a shared machine seconds of convolutions vary by more than a one-pa
 (moving the weights, putting them back, learning from gradients that are already there) is also measured alone.
 """
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`python -m studies`: list the studies, train what is missing of one, or write the pages."""
 
+from __future__ import annotations
+
 import logging
 import os
 import sys

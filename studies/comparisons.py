@@ -1,5 +1,7 @@
 """Comparisons over all studies: at default strengths, in trials, and of defaults that have gone."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Iterator, Sequence

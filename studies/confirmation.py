@@ -1,5 +1,7 @@
 """A study that confirms defaults: what it could see, and whether each is equivalent to its reference."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """The studies: what is trained, by which methods and controls, on how many seeds."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache

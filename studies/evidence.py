@@ -4,6 +4,8 @@ A line has all that tables and figures need, and no weights: the config, where i
 metrics and what was measured at the minimum. Older lines also have curves, which nothing reads.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os

@@ -1,5 +1,7 @@
 """What the lines of a study say: runs by method and seed, and paired differences between them."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

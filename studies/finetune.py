@@ -8,6 +8,8 @@ It trains on reviews of two domains and is tested on others of these and on twee
 The learning rate is the baseline's best on validation texts, with seeds that nothing else uses.
 """
 
+from __future__ import annotations
+
 import copy
 import itertools
 import json

@@ -1,5 +1,7 @@
 """What is measured at the minimum a run has found, before its weights are dropped."""
 
+from __future__ import annotations
+
 import json
 import math
 

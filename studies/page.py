@@ -1,5 +1,7 @@
 """`docs/evidence.md` and a page for each study: what the lines say, with nothing typed by hand."""
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The plan of a study: which runs it consists of, in which order, and which of them are there."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

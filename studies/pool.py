@@ -1,5 +1,7 @@
 """Runs side by side in processes of one thread, for studies whose runs are not the lab's."""
 
+from __future__ import annotations
+
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait

@@ -1,5 +1,7 @@
 """Running a study: every run that has no line yet, part by part, its line written as it ends."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import logging

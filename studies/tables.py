@@ -1,5 +1,7 @@
 """The tables of the pages."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 

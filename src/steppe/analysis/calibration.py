@@ -1,5 +1,7 @@
 """Calibration: how far a model's confidence is from how often it is right."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

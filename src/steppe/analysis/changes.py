@@ -1,5 +1,7 @@
 """Changes that deployment makes to a model or to what it sees: rounding, pruning, noise, blur."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -1,5 +1,7 @@
 """The largest eigenvalues of the Hessian."""
 
+from __future__ import annotations
+
 import warnings
 from dataclasses import dataclass
 

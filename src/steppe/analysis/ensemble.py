@@ -1,5 +1,7 @@
 """Ensemble: predictions averaged over weight noise, beside those of the single model."""
 
+from __future__ import annotations
+
 import math
 import time
 from dataclasses import dataclass

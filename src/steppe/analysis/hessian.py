@@ -1,5 +1,7 @@
 """The Hessian of a problem as an operator: products with vectors."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

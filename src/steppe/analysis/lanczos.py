@@ -1,5 +1,7 @@
 """Lanczos on a symmetric operator, with full reorthogonalisation, in float64."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

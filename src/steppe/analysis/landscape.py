@@ -1,5 +1,7 @@
 """Loss surfaces over a plane of weights."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from itertools import product

@@ -1,5 +1,7 @@
 """The problem under analysis: a model, a loss and a fixed subset of data."""
 
+from __future__ import annotations
+
 import fnmatch
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

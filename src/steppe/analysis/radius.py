@@ -1,5 +1,7 @@
 """Expected loss against the radius of a perturbation, random and adversarial (Figure 1)."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

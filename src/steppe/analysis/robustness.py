@@ -1,5 +1,7 @@
 """Robustness: what is left of a model after rounding, pruning, weight noise or worse inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
 """The result of `robustness`: its numbers, its table and its figure."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Sharpness: how much the loss rises within a radius, on average or at worst."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from itertools import pairwise

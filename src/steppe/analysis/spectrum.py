@@ -1,5 +1,7 @@
 """The density of the Hessian's eigenvalues, by stochastic Lanczos quadrature."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

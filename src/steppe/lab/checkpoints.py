@@ -1,5 +1,7 @@
 """Checkpoints that survive a kill at any moment: written whole or not at all, checked, rotated."""
 
+from __future__ import annotations
+
 import hashlib
 import io
 import logging

@@ -1,5 +1,7 @@
 """Text to typed values: what `--set name=value`, method options and config files need."""
 
+from __future__ import annotations
+
 import json
 import types
 import typing

@@ -1,5 +1,7 @@
 """From words on the command line to a command with its options."""
 
+from __future__ import annotations
+
 import dataclasses
 import importlib
 import inspect

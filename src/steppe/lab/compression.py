@@ -3,6 +3,8 @@
 compressed.json in a run's folder: metrics on the test data, by BatchNorm's statistics and change
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """What a run costs: FLOPs by torch's counter, and time beside the baseline's."""
 
+from __future__ import annotations
+
 import copy
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The course of one run: resume from the last checkpoint, train, evaluate, write the result."""
 
+from __future__ import annotations
+
 import math
 import shutil
 import statistics

@@ -1,5 +1,7 @@
 """Where a run ran: versions, commit, processor."""
 
+from __future__ import annotations
+
 import os
 import platform
 import subprocess

@@ -1,5 +1,7 @@
 """What the lab raises when a person can repair it: one line that says what, which, and what next."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What `torchrun` says about this process, read before torch is imported."""
 
+from __future__ import annotations
+
 import os
 
 

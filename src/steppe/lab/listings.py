@@ -1,5 +1,7 @@
 """The commands that show what is there: recipes, runs, the paper's tables, data."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

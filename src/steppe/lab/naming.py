@@ -1,5 +1,7 @@
 """Names: from what a user typed to the thing it names, or to an error that helps."""
 
+from __future__ import annotations
+
 import difflib
 import importlib
 import inspect

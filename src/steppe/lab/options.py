@@ -1,5 +1,7 @@
 """Types of command-line options: what a field needs besides its Python type to read well in help."""
 
+from __future__ import annotations
+
 from typing import Annotated, TypeVar
 
 import tyro

@@ -1,5 +1,7 @@
 """Fine-tuning: weights from a file into a model that may have another head."""
 
+from __future__ import annotations
+
 import logging
 import pickle
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What a run works on: its data, its model and its task, by name or given as objects."""
 
+from __future__ import annotations
+
 import hashlib
 import inspect
 import uuid

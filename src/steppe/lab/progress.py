@@ -1,5 +1,7 @@
 """How a training reports its progress: events, shown as bars, as log lines, or given to a function."""
 
+from __future__ import annotations
+
 import logging
 import sys
 import time

@@ -4,6 +4,8 @@ Rank 0 alone reads and writes run folders, shows progress and prints; the others
 they need to know. In one process every exchange is skipped.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

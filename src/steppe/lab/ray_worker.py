@@ -1,5 +1,7 @@
 """A run in a Ray worker: what is sent there, what it reports on the way, what comes back."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os

@@ -6,6 +6,8 @@ minutes, whose numbers are not the paper's. What a recipe does not name is as in
 learning rate 0.1, momentum 0.9, weight decay 5e-4.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -3,6 +3,8 @@
 Only runs of full recipes count.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 

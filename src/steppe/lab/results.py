@@ -1,5 +1,7 @@
 """What a run ended with."""
 
+from __future__ import annotations
+
 import html
 from collections.abc import Iterable
 from contextlib import suppress

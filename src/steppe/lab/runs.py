@@ -9,6 +9,8 @@ result.json        written last: a run without it is not finished
 compressed.json    metrics after rounding and pruning, once they were asked for
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Iterator

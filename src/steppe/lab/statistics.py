@@ -4,6 +4,8 @@ Every comparison is paired by seed (same initial weights, same data order), test
 on the differences, and corrected by Holm over all comparisons made together.
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """`sweep`: a grid over any fields of the config and any options of the method."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

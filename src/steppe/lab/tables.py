@@ -1,5 +1,7 @@
 """Tables of text cells, written as plain text, Markdown, CSV or HTML."""
 
+from __future__ import annotations
+
 import csv
 import html
 import io

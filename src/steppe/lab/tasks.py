@@ -1,5 +1,7 @@
 """Tasks: the loss to train on, the numbers to report and which way is better; and evaluation."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """A training in memory: model, optimizer, perturber and the step they have reached."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """`train`: one run from its config to its result."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

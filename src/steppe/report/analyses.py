@@ -4,6 +4,8 @@ analysis/NAME.npz    the result, as `steppe.analysis` saves it
 analysis/NAME.json   what was asked for, how long it took and where it ran
 """
 
+from __future__ import annotations
+
 import json
 import math
 import time

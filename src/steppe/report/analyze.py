@@ -1,5 +1,7 @@
 """`steppe analyze`: look at the minima that stored runs have found."""
 
+from __future__ import annotations
+
 import logging
 import shlex
 from dataclasses import asdict, dataclass, field

@@ -1,6 +1,8 @@
 """The page's charts as inline SVG: coloured by the page's style sheet, so that they follow light,
 dark and print; every series differs in mark and dash as well."""
 
+from __future__ import annotations
+
 import html
 import math
 from collections.abc import Iterable, Sequence

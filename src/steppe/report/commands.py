@@ -1,5 +1,7 @@
 """`steppe report` and `steppe figure`: the page, and static figures of stored runs."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Landscapes for the page: one scale for all, maps with contour lines, data for the 3-D view."""
 
+from __future__ import annotations
+
 import base64
 import io
 import math

@@ -1,5 +1,7 @@
 """The sections of the page about analyses: robustness, landscapes, spectra, radius, sharpness."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Iterable

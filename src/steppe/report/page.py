@@ -1,5 +1,7 @@
 """The report: one page of HTML that needs nothing but itself."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from importlib import resources

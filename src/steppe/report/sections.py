@@ -1,5 +1,7 @@
 """The sections of the page about training: table, accuracy, convergence, cost."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

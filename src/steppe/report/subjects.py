@@ -1,5 +1,7 @@
 """From what a person named (runs, patterns, files of comparisons and sweeps) to stored results."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import logging

@@ -1,5 +1,7 @@
 """The top of the page: three cards, and what to notice, also where it contradicts the methods."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from steppe.lab.comparison import Row

@@ -1,5 +1,7 @@
 """What is left after each change: curves over sizes, from one result or from one a seed."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,5 +1,7 @@
 """From stored bytes to a model's input: augmentations and normalisation, a whole batch at once."""
 
+from __future__ import annotations
+
 import ast
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol

@@ -1,5 +1,7 @@
 """The catalogue: published data sets, where they lie, how to fetch and read them."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import shutil

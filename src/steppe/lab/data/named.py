@@ -1,6 +1,8 @@
 """What the text behind `--data` names (a data set, a folder, a file or a function), prepared for
 an experiment."""
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import os

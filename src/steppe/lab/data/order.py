@@ -4,6 +4,8 @@ Nothing here reads or writes torch's global generator, so data never disturbs a 
 or initialisation, and a resumed run needs no saved generator state: the keys are enough.
 """
 
+from __future__ import annotations
+
 import hashlib
 
 import torch

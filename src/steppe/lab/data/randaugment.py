@@ -1,5 +1,7 @@
 """RandAugment (Cubuk et al. 2020) with Pillow's operations."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,5 +1,7 @@
 """Data sets as splits: CIFAR, Fashion-MNIST and MNIST from their own files, and those of scikit-learn."""
 
+from __future__ import annotations
+
 import gzip
 import io
 import json

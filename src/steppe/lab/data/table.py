@@ -1,5 +1,7 @@
 """Tables: a CSV file with a target column, as numbers that a network takes."""
 
+from __future__ import annotations
+
 import csv
 import math
 from collections.abc import Sequence

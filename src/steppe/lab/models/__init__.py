@@ -1,5 +1,7 @@
 """Networks by name, in a CIFAR and an ImageNet form chosen by the shape of the images."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Callable

@@ -6,6 +6,8 @@ transformers: linear layers and embeddings truncated normal with std .02, biases
 embedding truncated normal with std 1/sqrt(fan-in).
 """
 
+from __future__ import annotations
+
 import math
 from typing import TypeVar
 

@@ -1,6 +1,8 @@
 """Nets without shortcuts: a multilayer perceptron, convolutions for seconds per epoch on 28x28 images,
 and VGG16 with BatchNorm (Simonyan and Zisserman 2015) in CIFAR's and ImageNet's form."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

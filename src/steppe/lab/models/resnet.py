@@ -1,6 +1,8 @@
 """Residual networks in CIFAR's and ImageNet's form: ResNet-18, -34, -50 (He et al. 2016), and the wide
 WRN-depth-width (Zagoruyko and Komodakis 2016)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Vision transformers (Dosovitskiy et al. 2021): ViT-S for CIFAR and ImageNet, and a small one."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from functools import partial

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from steppe.lab.tables import Table
+
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FIGURE = DOCS / "performance.md", DOCS / "performance-scaling.png"
@@ -36,9 +38,8 @@ those of analyses.
 def table(columns: Mapping[str, Mapping[str, str]], first: str = "") -> str:
     """A row for each name that a column has; cells that are missing stay empty."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
-    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
-    lines = [[first, *columns], ["---", *["---:"] * len(columns)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    rows = [(name, *(column.get(name, "") for column in columns.values())) for name in names]
+    return Table((first, *columns), tuple(rows)).markdown() + "\n"
 
 
 def span(s: Mapping[str, float], digits: int = 2, by: float = 1.0) -> str:

@@ -15,19 +15,18 @@ import argparse
 import itertools
 import json
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rise_runs import Lines, Run, found, missing, read, train
 from rise_settings import SETTINGS
 
 from steppe.lab.statistics import mean_std
+from studies.pool import side_by_side
 
 LINES = Path(__file__).parent / "results" / "rise.jsonl"
 FIRST_SEED = 30_000
@@ -274,22 +273,15 @@ def worst_losses(lines: Lines, by_cell: Mapping[Run, list[Run]]) -> None:
 def work(path: Path, jobs: int, minutes: float) -> None:
     """Keep `jobs` processes busy with what is missing until time is up."""
     lines, end = read(path), time.monotonic() + 60 * minutes
-    running: dict[Future[dict[str, Any]], Run] = {}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        while True:
-            if time.monotonic() < end:
-                free = [run for run in to_do(lines) if run not in running.values()]
-                for run in free[: jobs - len(running)]:
-                    running[pool.submit(train, run)] = run
-            if not running:
-                return
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                run, line = running.pop(done), done.result()
-                lines[run] = line
-                with path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(run, f"{line['score']:.2f}, {line['seconds']} s", flush=True)
+
+    def next_runs() -> list[Run]:
+        return to_do(lines) if time.monotonic() < end else []
+
+    for run, line in side_by_side(jobs, next_runs, train):
+        lines[run] = line
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(run, f"{line['score']:.2f}, {line['seconds']} s", flush=True)
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import OmitArgPrefixes, Positional
 
 from steppe.lab.engines import Stopped
 from steppe.lab.errors import LabError
@@ -20,7 +20,7 @@ from steppe.lab.runs import DEFAULT_STORE
 from steppe.lab.tables import Table
 from studies.definitions import STUDIES, study
 from studies.evidence import DEFAULT_EVIDENCE, Evidence
-from studies.plan import PARTS, Part, Plan, make_plan
+from studies.plan import PARTS, Plan, make_plan
 from studies.runner import Limits, run_study
 
 logger = logging.getLogger("steppe")
@@ -37,14 +37,7 @@ class Command:
     """A study (or finetune, which has its own runs); none: list them all, with what is done and missing."""
     jobs: int = 0
     """Runs side by side, one thread each; 0: as many as there are cores."""
-    setting: tuple[str, ...] = ()
-    """Only these settings of it, as the list names them."""
-    part: tuple[Part, ...] = ()
-    """Only these parts of it."""
-    method: tuple[str, ...] = ()
-    """Only these methods of it, their controls and trials included."""
-    seeds: int | None = None
-    """Only so many of its seeds."""
+    limits: OmitArgPrefixes[Limits] = field(default_factory=Limits)
     minutes: float | None = None
     """Stop after so many minutes."""
     evidence: Path = DEFAULT_EVIDENCE
@@ -83,7 +76,7 @@ class Command:
             from studies.finetune import run_finetune
 
             root = Path(self.root or ".")
-            words = run_finetune(self.evidence, root, self.minutes, self.seeds, processes)
+            words = run_finetune(self.evidence, root, self.minutes, self.limits.seeds, processes)
             sys.stdout.write(f"{words}\n")
             return
         if self.name is None:
@@ -99,7 +92,7 @@ class Command:
             Evidence(self.evidence, chosen.name),
             self.store,
             jobs=processes,
-            limits=Limits(self.setting, self.part, self.method, self.seeds),
+            limits=self.limits,
             minutes=self.minutes,
             root=self.root,
             progress=False if self.quiet else None,

@@ -102,10 +102,6 @@ class Evidence:
         whole, newline, cut = content.rpartition(b"\n")
         return (whole + newline).decode("utf-8").splitlines(), cut
 
-    def find(self, run: str) -> Line | None:
-        """The line of a run."""
-        return self.lines.get(run)
-
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the file for this process alone, a cut-off last line removed; leave no empty one."""

@@ -1,26 +1,16 @@
 """The figures: one for each primary question."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from steppe.lab.statistics import Difference
 from steppe.report.canvas import error_bars, marked_style, panels, shared_legend
-from studies.comparisons import (
-    MARGIN,
-    MATCH,
-    RANDOM_GAINS,
-    compared,
-    places,
-    trial_gains,
-)
+from studies.comparisons import MARGIN, MATCH, RANDOM_GAINS, compared, places, trial_gains
 from studies.definitions import FEW
 from studies.findings import CHANGES, OURS, UNCHANGED, Findings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OVERFIT = 5.0
 """Points from training to test accuracy from which on a baseline overfits."""

@@ -97,7 +97,7 @@ class Findings:
     def _rows(self) -> dict[tuple[str, Part, str], Row]:
         found: dict[tuple[str, Part, str], Row] = {}
         for entry in self.plan.entries:
-            line = self.evidence.find(entry.run)
+            line = self.evidence.lines.get(entry.run)
             if line is not None:
                 key = (entry.setting.name, entry.part, entry.name)
                 row = found.setdefault(key, Row(entry.part, entry.name, {}))

@@ -15,14 +15,12 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,12 @@ from steppe.analysis.changes import Rounding
 from steppe.integrations.loops import named
 from steppe.lab.environment import describe
 from steppe.lab.errors import LabError
-from steppe.lab.statistics import half_width, mean_std
+from steppe.lab.statistics import half_width, mean_std, mean_words
 from steppe.lab.tables import Table
 from steppe.noise import Draw
 from steppe.schedules import RISE
 from studies.evidence import Evidence
+from studies.pool import side_by_side
 
 logger = logging.getLogger("steppe")
 
@@ -130,8 +129,14 @@ class Data:
         return Texts(self.folder, turned)
 
 
-def measure(run: Run, data: Data) -> dict[str, Any]:
-    """Train and test: accuracies in percent, losses in nats."""
+read = cache(Data)
+"""By folder, in a process that trains: read once, used by all of its runs."""
+
+
+def measure(run: Run, root: Path) -> dict[str, Any]:
+    """Train and test on one thread: accuracies in percent, losses in nats."""
+    torch.set_num_threads(1)
+    data = read(root)
     torch.manual_seed(run.seed)
     model = Classifier(data.folder, lora=run.kind == "lora")
     begin = time.process_time()
@@ -221,50 +226,25 @@ def run_finetune(
     folder: Path, root: Path, minutes: float | None, seeds: int | None, jobs: int = 1
 ) -> str:
     """Train what has no line yet, for so many minutes, `jobs` runs at once; say how far it came."""
-    lines, begin = Lines(folder, NAME), time.monotonic()
+    lines = Lines(folder, NAME)
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     Data(root)  # what is missing is said here, once
     chosen = SEEDS[:seeds] if seeds else SEEDS
 
-    def begun() -> Iterator[Run]:
-        """What has no line, until time is up."""
-        for run in planned(lines, chosen):
-            if minutes is not None and time.monotonic() - begin > 60 * minutes:
-                return
-            if run.identity not in lines.lines and not math.isnan(run.lr):
-                yield run
+    def to_do() -> list[Run]:
+        """What has no line and a known learning rate, until time is up."""
+        known = (run for run in planned(lines, chosen) if not math.isnan(run.lr))
+        late = time.monotonic() > end
+        return [] if late else [run for run in known if run.identity not in lines.lines]
 
-    pool = ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(root,)
-    )
-    with lines.writing(), pool:
-        for _ in range(2):  # learning rates are known when the trials are done
-            waiting, running = begun(), dict[Future[dict[str, Any]], Run]()
-            while True:
-                for run in itertools.islice(waiting, jobs - len(running)):
-                    running[pool.submit(_measure, run, root)] = run
-                if not running:
-                    break
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    run, record = running.pop(done), done.result()
-                    lines.add(run, record)
-                    scored = {k: round(v, 2) for k, v in record["scores"].items() if "," not in k}
-                    logger.info("%s: %s", run, scored)
+    with lines.writing():
+        for run, record in side_by_side(jobs, to_do, partial(measure, root=root)):
+            lines.add(run, record)
+            scored = {k: round(v, 2) for k, v in record["scores"].items() if "," not in k}
+            logger.info("%s: %s", run, scored)
     all_runs = list(planned(lines, chosen))
     there = sum(run.identity in lines.lines for run in all_runs)
     return f"{NAME}: {there} of {len(all_runs)} runs"
-
-
-_read: dict[Path, Data] = {}
-"""By folder, in a process that trains: read once, used by all of its runs."""
-
-
-def _prepare(root: Path) -> None:
-    torch.set_num_threads(1)
-    _read[root] = Data(root)
-
-
-def _measure(run: Run, root: Path) -> dict[str, Any]:
-    return measure(run, _read[root])
 
 
 def tables(folder: Path) -> dict[str, str]:
@@ -324,14 +304,12 @@ def _table(records: list[dict[str, Any]], kind: str) -> Table | None:
             continue
         cells = []
         for key in keys.values():
-            own = [found[s][key] - (0.0 if method == "sgd" else base[s][key]) for s in seeds]
-            mean, std = mean_std(own)
-            spread = (
-                std if method == "sgd" else half_width(std, len(own)) if len(own) > 1 else math.nan
-            )
-            sign = "" if method == "sgd" else "+"
-            shown = f"{round(mean, 1) + 0.0:{sign}.1f}"  # + 0.0: no minus before a zero
-            shown += "" if math.isnan(spread) else f" ± {spread:.1f}"
-            cells.append(shown.replace("-", "−"))
+            if method == "sgd":
+                cells.append(mean_words([found[s][key] for s in seeds], ".1f", ".1f"))
+                continue
+            mean, std = mean_std([found[s][key] - base[s][key] for s in seeds])
+            half = f" ± {half_width(std, len(seeds)):.1f}" if len(seeds) > 1 else ""
+            gain = f"{round(mean, 1) + 0.0:+.1f}{half}"  # + 0.0: no minus before a zero
+            cells.append(gain.replace("-", "−"))
         rows.append((title(method), str(len(seeds)), *cells))
     return Table(("", "n", *MEASURES), tuple(rows)) if rows else None

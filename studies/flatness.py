@@ -1,21 +1,16 @@
 """Is it flatness? Rank correlations between sharpness and the damage done by compression."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from matplotlib.figure import Figure
 from scipy import stats
 
 from steppe.report.canvas import marked_style, panels, shared_legend
 from studies.comparisons import places
 from studies.definitions import Setting
 from studies.findings import CHANGES, UNCHANGED, Findings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MEASURES = {
     "largest_eigenvalue": "largest eigenvalue",

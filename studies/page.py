@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from steppe.lab.tables import Table, join_words
 from steppe.report.canvas import save_figure
@@ -19,18 +20,9 @@ from studies.evidence import Evidence, Line
 from studies.findings import JUDGED, Findings
 from studies.flatness import CAPTION, TITLE, correlations, flatness_figure, flatness_words
 from studies.questions import NOTHING, PRIMARY, post_hoc
-from studies.tables import (
-    gains_table,
-    minima_table,
-    pairs_table,
-    paper_table,
-    result_table,
-)
+from studies.tables import gains_table, minima_table, pairs_table, paper_table, result_table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Draw = Callable[[], "Figure"]
+Draw = Callable[[], Figure]
 OPENING = """# Evidence
 
 What the methods gain on real data, at a size that two CPU cores train. Five questions are primary;

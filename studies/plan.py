@@ -75,7 +75,7 @@ class Plan:
         are to show, each run once: a tuned run may be a default one too."""
         found: dict[str, Entry] = {}
         for entry in take(self.entries):
-            line = evidence.find(entry.run)
+            line = evidence.lines.get(entry.run)
             if line is None or (entry.robust and not line.complete):
                 found.setdefault(entry.run, entry)
         return list(found.values())
@@ -143,7 +143,7 @@ def _search(setting: Setting, evidence: Evidence) -> tuple[list[Entry], dict[str
 
     def look(trials: Sequence[Job], title: str) -> list[Result]:
         asked.extend(trials)
-        lines = [evidence.find(job.config.identity) for job in trials]
+        lines = [evidence.lines.get(job.config.identity) for job in trials]
         found = [line.result for line in lines if line is not None]
         if len(found) < len(trials):
             raise UnfinishedError

@@ -3,12 +3,11 @@
 Everything else that the studies compare is secondary, and the pages say so.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from steppe.lab.sentences import interval_words
 from steppe.lab.tables import join_words, signed
@@ -24,9 +23,6 @@ from studies.comparisons import (
 )
 from studies.definitions import FEW
 from studies.findings import CHANGES, OURS, Findings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NOTHING = "Not measured yet."
 EARLIER = frozenset(

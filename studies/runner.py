@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from steppe.lab.engines import Job, run_all
+from steppe.lab.engines import Job, Local, run_all
 from steppe.lab.errors import LabError, unknown
 from steppe.lab.problems import Sources, load_data
 from steppe.lab.progress import Listener as Display
@@ -30,24 +30,26 @@ logger = logging.getLogger("steppe")
 
 @dataclass(frozen=True)
 class Limits:
-    """A part of a study: the settings, parts, methods and seeds that are run now (empty: all)."""
+    """A part of a study, which is run now."""
 
-    settings: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
-    methods: tuple[str, ...] = ()
+    setting: tuple[str, ...] = ()
+    """Only these settings of it, as the list names them."""
+    part: tuple[Part, ...] = ()
+    """Only these parts of it."""
+    method: tuple[str, ...] = ()
+    """Only these methods of it, their controls and trials included."""
     seeds: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.seeds is not None and self.seeds < 1:
-            raise LabError(f"seeds must be at least 1, got {self.seeds}.")
+    """Only so many of its seeds."""
 
     def check(self, study: Study, plan: Plan) -> None:
         """Refuse what the study does not have, which would do nothing."""
+        if self.seeds is not None and self.seeds < 1:
+            raise LabError(f"seeds must be at least 1, got {self.seeds}.")
         every = (*plan.entries, *plan.waiting)
         known: dict[str, tuple[tuple[str, ...], set[str]]] = {
-            "setting": (self.settings, {entry.setting.name for entry in every}),
-            "part": (self.parts, {entry.part for entry in every}),
-            "method": (self.methods, {parse(entry.config.method).name for entry in every}),
+            "setting": (self.setting, {entry.setting.name for entry in every}),
+            "part": (self.part, {entry.part for entry in every}),
+            "method": (self.method, {parse(entry.config.method).name for entry in every}),
         }
         for what, (given, valid) in known.items():
             for name in given:
@@ -59,11 +61,14 @@ class Limits:
         return [
             entry
             for entry in entries
-            if (not self.settings or entry.setting.name in self.settings)
-            and (not self.parts or entry.part in self.parts)
-            and (not self.methods or parse(entry.config.method).name in self.methods)
+            if (not self.setting or entry.setting.name in self.setting)
+            and (not self.part or entry.part in self.part)
+            and (not self.method or parse(entry.config.method).name in self.method)
             and (self.seeds is None or entry.part == "tuning" or entry.config.seed < self.seeds)
         ]
+
+
+EVERYTHING = Limits()
 
 
 def run_study(
@@ -72,7 +77,7 @@ def run_study(
     store: Path,
     *,
     jobs: int = 1,
-    limits: Limits | None = None,
+    limits: Limits = EVERYTHING,
     minutes: float | None = None,
     root: str | None = None,
     progress: bool | None = None,
@@ -82,8 +87,7 @@ def run_study(
     A run's folder in `store` lives until its line is written. Ctrl-C, and the end of `minutes`,
     save the runs under way and raise `Stopped`; after any kill the same call resumes.
     """
-    limits = limits or Limits()
-    if limits != Limits():
+    if limits != EVERYTHING:
         unlocked = dataclasses.replace(evidence)  # `evidence` itself is read under its lock
         limits.check(study, make_plan(study, unlocked))
     if minutes is not None and not minutes > 0:
@@ -133,7 +137,7 @@ def _run(
     work = [
         Job(entry.label, entry.config.replace(root=root), _measured(entry)) for entry in entries
     ]
-    run_all(work, Sources(), store, processes=processes, show=show, keep=keep)
+    run_all(work, Sources(), store, engine=Local(processes), show=show, keep=keep)
 
 
 def _measured(entry: Entry) -> Callable[[Result], None] | None:

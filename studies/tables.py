@@ -34,7 +34,7 @@ def gains_table(found: Sequence[Findings]) -> Table | None:
         cells = [_gain(findings.gain(setting, row), n) for row in others]
         if any(cell != "–" for cell in cells):
             rows.append((place, f"{base.mean():.2f}", *cells, str(n)))
-    methods = [label(parse(method), "sgd") for method in METHODS[1:]]
+    methods = [label(parse(method)) for method in METHODS[1:]]
     note = (
         f"**Bold**: significant. In brackets: pairs of seeds, where they are fewer than n or {ENOUGH}; "
         f"below {ENOUGH} nothing is tested. SAM and MSAM are secondary."
@@ -70,9 +70,7 @@ def _what(pairs: Sequence[Pair]) -> str:
     """`ARWP − RWP, m-ARWP − m-RWP`"""
     if len(pairs) > 2:
         return "each − the one below it"
-    names = [
-        [each if ", " in each else label(parse(each), "sgd") for each in pair] for pair in pairs
-    ]
+    names = [[each if ", " in each else label(parse(each)) for each in pair] for pair in pairs]
     return ", ".join(" − ".join(pair) for pair in names)
 
 

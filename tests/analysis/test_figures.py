@@ -1,7 +1,7 @@
 """The figures are looked at by people; these tests hold what a look can miss."""
 
-import builtins
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -109,14 +109,7 @@ def test_the_trade_off_draws_every_lam(tmp_path):
 def test_bad_input_is_named(surfaces, monkeypatch):
     with pytest.raises(ValueError, match="nothing to draw"):
         figures.spectrum_figure({})
-    real = builtins.__import__
-
-    def without_matplotlib(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"pip install 'steppe\[report\]'"):
         figures.landscape_figure(surfaces)
 

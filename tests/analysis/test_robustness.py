@@ -152,7 +152,8 @@ def test_a_nan_is_kept_and_counts_as_wrong(tmp_path):
     assert result.accuracy[0, 0].item() == 0
     again = Result.load(result.save(tmp_path / "nan.npz"))
     assert "nan" in again.table()
-    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][0]["loss"] is None
+    values = json.loads(json.dumps(result.to_dict(), allow_nan=False))["values"]
+    assert values[0][0][0][0] is None
 
 
 def test_recalibrated_numbers_are_those_of_training_batches():

@@ -36,5 +36,6 @@ def test_absent_ray_is_asked_for_by_its_extra(tmp_path):
     )
     assert found.returncode == 2
     assert (
-        "steppe: engine ray needs Ray. Install it with pip install 'steppe[ray]'." in found.stderr
+        "steppe: engine ray: ray is not installed. Install it: pip install 'steppe[ray]'."
+        in found.stderr
     )

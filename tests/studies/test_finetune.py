@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from steppe.lab.errors import LabError
-from studies import finetune
+from studies import finetune, pool
 from studies.finetune import (
     METHODS,
     RATES,
@@ -37,13 +37,9 @@ def made_up(run, best=1):
 @pytest.fixture
 def study(monkeypatch):
     monkeypatch.setattr(finetune, "Data", lambda root: None)
-    monkeypatch.setattr(finetune, "measure", lambda run, data: made_up(run))
+    monkeypatch.setattr(finetune, "measure", lambda run, root: made_up(run))
     # threads in place of processes, which would not see what is replaced here
-    monkeypatch.setattr(
-        finetune,
-        "ProcessPoolExecutor",
-        lambda jobs, context, **prepare: ThreadPoolExecutor(jobs, **prepare),
-    )
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
     return finetune
 
 
@@ -61,7 +57,7 @@ def test_the_learning_rate_is_chosen_on_validation_texts_when_all_trials_are_the
 def test_it_resumes_and_trains_nothing_twice(study, tmp_path, monkeypatch):
     seen = []
 
-    def measure(run, data):
+    def measure(run, root):
         if len(seen) == 30:
             raise KeyboardInterrupt
         seen.append(run.identity)
@@ -70,7 +66,7 @@ def test_it_resumes_and_trains_nothing_twice(study, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         study.run_finetune(tmp_path, tmp_path, None, 1)
-    monkeypatch.setattr(study, "measure", lambda r, _: seen.append(r.identity) or made_up(r))
+    monkeypatch.setattr(study, "measure", lambda r, root: seen.append(r.identity) or made_up(r))
     assert study.run_finetune(tmp_path, tmp_path, None, 1) == "finetune: 68 of 68 runs"
     assert len(seen) == len(set(seen)) == 68
     rates = {run.lr for run in planned(Lines(tmp_path, "finetune")) if not run.trial}

@@ -138,7 +138,7 @@ def test_killed_and_gone_on_with_it_has_the_same_lines(whole, tmp_path):
 
 @pytest.mark.slow
 def test_side_by_side_gives_the_same_lines(whole, tmp_path):
-    limits = Limits(parts=("defaults",))
+    limits = Limits(part=("defaults",))
     mine = evidence(tmp_path)
     run_study(tiny(), mine, tmp_path / "runs", jobs=2, limits=limits, progress=False)
     lines = told(evidence(tmp_path).lines)
@@ -148,7 +148,7 @@ def test_side_by_side_gives_the_same_lines(whole, tmp_path):
 
 def test_limits_take_a_method_with_its_controls_and_trials(tmp_path):
     entries = make_plan(tiny(), evidence(tmp_path)).entries
-    taken = Limits(methods=("arwp",)).take(entries)
+    taken = Limits(method=("arwp",)).take(entries)
     assert {entry.part for entry in taken} == {"defaults", "tuning"}
     assert taken == [entry for entry in entries if entry.config.method.startswith("arwp")]
     assert "ARWP, batch doubled" in {entry.name for entry in taken}
@@ -194,7 +194,7 @@ def test_two_processes_do_not_write_one_file(whole):
 
 
 def test_limits_and_the_order_of_runs(tmp_path):
-    limits = Limits(parts=("defaults",), seeds=1)
+    limits = Limits(part=("defaults",), seeds=1)
     run_study(tiny(), evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
     assert len(evidence(tmp_path).lines) == 6
     plan = make_plan(tiny(), evidence(tmp_path))
@@ -214,14 +214,14 @@ def test_trials_go_method_by_method(tmp_path):
 
 
 def test_a_method_alone_is_tuned_and_trained_to_the_end(tmp_path):
-    limits = Limits(parts=("tuning", "tuned"), methods=("arwp",))
+    limits = Limits(part=("tuning", "tuned"), method=("arwp",))
     run_study(tiny(), evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
     plan = make_plan(tiny(), evidence(tmp_path))
     assert set(plan.choices["mlp"]) == {"arwp"}
     assert {entry.name for entry in plan.waiting} == {"SGD"}
     tuned = [entry for entry in plan.entries if entry.part == "tuned"]
     assert {entry.name for entry in tuned} == {"ARWP", "ARWP, batch doubled"}
-    assert all(evidence(tmp_path).find(entry.run) for entry in tuned)
+    assert all(evidence(tmp_path).lines.get(entry.run) for entry in tuned)
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path, monkeypatch):
@@ -252,7 +252,7 @@ def test_minutes_stop_a_study_and_save_the_run_under_way(tmp_path, minutes):
 
 def test_minima_are_measured_before_the_weights_go(tmp_path):
     study = tiny(minima=True)
-    limits = Limits(parts=("defaults",), seeds=1)
+    limits = Limits(part=("defaults",), seeds=1)
     run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
     lines = {line.label: line.minima for line in evidence(tmp_path).lines.values()}
     sgd, control = lines["mlp defaults SGD seed 0"], lines["mlp defaults SGD, batch doubled seed 0"]
@@ -280,10 +280,10 @@ def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_
     assert control.run not in missing
     folder.append(made_up_line(sgd))
     again = evidence(tmp_path)
-    assert again.find(sgd.run).minima["robustness"]
+    assert again.lines[sgd.run].minima["robustness"]
     assert sgd.run not in {entry.run for entry in plan.missing(again)}
     folder.append(replace(made_up_line(sgd), minima={}))
-    assert evidence(tmp_path).find(sgd.run).complete
+    assert evidence(tmp_path).lines[sgd.run].complete
 
 
 def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_path, monkeypatch):
@@ -293,7 +293,7 @@ def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_p
         settled(first.config, Sources()), Sources(), tmp_path / "runs", lambda event: None
     )
     monkeypatch.setattr("steppe.lab.training.Course", None)  # what trains
-    limits = Limits(parts=("defaults",), seeds=1)
+    limits = Limits(part=("defaults",), seeds=1)
     assert not (kept.folder / "minima.json").exists()
     monkeypatch.setattr("studies.runner._next", lambda missing: only(missing, first))
     run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
@@ -311,7 +311,7 @@ def test_a_model_that_cannot_be_measured_does_not_end_the_study(tmp_path, monkey
         raise ValueError("the loss is not finite\nat all")
 
     monkeypatch.setattr("steppe.analysis.top_eigs", broken)
-    limits = Limits(parts=("defaults",), seeds=1)
+    limits = Limits(part=("defaults",), seeds=1)
     study = tiny(minima=True)
     run_study(study, evidence(tmp_path), tmp_path / "runs", limits=limits, progress=False)
     lines = evidence(tmp_path).lines.values()

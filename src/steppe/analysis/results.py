@@ -8,7 +8,7 @@ import os
 import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-R = TypeVar("R", bound="Result")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +43,7 @@ class Result:
         return target
 
     @classmethod
-    def load(cls: type[R], path: str | os.PathLike[str]) -> R:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """The result that `save` wrote."""
         if Path(path).is_file() and not zipfile.is_zipfile(path):
             raise ValueError(f"{path} was not written by steppe.analysis: it is no .npz file.")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.changes import Change, words
-from steppe.analysis.results import Result, plain
+from steppe.analysis.results import Result
 
 METRICS = ("loss", "accuracy", "ece")
 MOVED = 0.005
@@ -106,28 +106,6 @@ class Robustness(Result):
             return math.nan
         return float(self.accuracy[1, 0] - self.accuracy[0, 0])
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One record for each change and each way of BatchNorm's statistics."""
-        means, stds = ({m: self._over_draws(m, f) for m in METRICS} for f in (_mean, _std))
-        return [
-            {
-                "change": label,
-                "kind": self.kinds[c],
-                "scheme": self.schemes[c],
-                "size": self.sizes[c],
-                "statistics": statistics,
-                "draws": self.counts[c],
-                **{m: float(values[s, c]) for m, values in means.items()},
-                **{f"{m}_std": float(values[s, c]) for m, values in stds.items()},
-            }
-            for c, label in enumerate(self.labels)
-            for s, statistics in enumerate(self.statistics)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain lists and numbers for JSON, with `rows()` for reading."""
-        return {**super().to_dict(), "rows": plain(self.rows())}
-
     def table(self, form: Literal["text", "markdown", "csv"] = "text") -> str:
         """One line a change; accuracy in per cent, with the standard deviation over draws."""
         from steppe.lab.tables import Table
@@ -139,9 +117,17 @@ class Robustness(Result):
         header = ["change"]
         for way in self.statistics:
             header += [f"{name}, {way}" if ways > 1 else name for name in names.values()]
-        rows = self.rows()
+        values, spread = {metric: getattr(self, metric) for metric in names}, self.spread()
+
+        def cell(metric: str, s: int, c: int) -> str:
+            value = float(values[metric][s, c])
+            if metric == "loss":
+                return f"{value:.4g}"
+            several = metric == "accuracy" and self.counts[c] > 1
+            return f"{100 * value:.1f}" + f" ± {100 * float(spread[s, c]):.1f}" * several
+
         lines = [
-            (label, *(_cell(row, metric) for row in rows[ways * c :][:ways] for metric in names))
+            (label, *(cell(metric, s, c) for s in range(ways) for metric in names))
             for c, label in enumerate(self.labels)
         ]
         return Table(tuple(header), tuple(lines), notes=self.notes()).render(form)
@@ -189,10 +175,3 @@ def _mean(draws: Tensor) -> Tensor:
 
 def _std(draws: Tensor) -> Tensor:
     return draws.std(1) if draws.shape[1] > 1 else torch.full_like(draws[:, 0], torch.nan)
-
-
-def _cell(row: dict[str, Any], metric: str) -> str:
-    if metric == "loss":
-        return f"{row[metric]:.4g}"
-    spread = metric == "accuracy" and row["draws"] > 1
-    return f"{100 * row[metric]:.1f}" + (f" ± {100 * row['accuracy_std']:.1f}" if spread else "")

@@ -11,7 +11,7 @@ from typing import Any
 import tyro
 
 from steppe.lab.config import Config, read_config, settings
-from steppe.lab.errors import LabError, unknown
+from steppe.lab.errors import LabError, looked_up
 from steppe.lab.recipes import recipe
 
 COMMANDS = {
@@ -43,9 +43,7 @@ GIVEN_OTHERWISE = {
 
 def command_class(name: str) -> Any:
     """The dataclass of a command's options."""
-    if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
-    module, _, kind = COMMANDS[name].partition(":")
+    module, _, kind = looked_up("command", name, COMMANDS).partition(":")
     return getattr(importlib.import_module(f"steppe.{module}"), kind)
 
 

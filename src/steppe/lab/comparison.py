@@ -74,6 +74,10 @@ class Row:
         both = zip(self.results, other.results, strict=True)
         return [(a, b) for a, b in both if a.status == b.status == "finished"]
 
+    def gains(self, other: Row, split: str = "test") -> list[float]:
+        """Its deciding metric minus the other's, on the seeds that both finished."""
+        return [a.score(split) - b.score(split) for a, b in self.pairs(other)]
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
@@ -103,8 +107,7 @@ class Comparison:
 
     def paired(self, spec: str, other: str, split: str = "test") -> list[float]:
         """Differences in the deciding metric, `spec` minus `other`, on the seeds both finished."""
-        pairs = self.row(spec).pairs(self.row(other))
-        return [a.score(split) - b.score(split) for a, b in pairs]
+        return self.row(spec).gains(self.row(other), split)
 
     def row(self, name: str) -> Row:
         """A row by its spec, its label, or its method's name."""
@@ -297,11 +300,8 @@ def compare(
 def judged(rows: list[Row]) -> tuple[Row, ...]:
     """The rows with distinct labels, differences to the first, corrected over all, and costs."""
     base = rows[0]
-    together = Comparison(Config(), (), tuple(rows))
-    better_up = base.results[0].higher_is_better
-    differences = compare_all(
-        [together.paired(row.spec, base.spec) for row in rows[1:]], higher_is_better=better_up
-    )
+    gains = [row.gains(base) for row in rows[1:]]
+    differences = compare_all(gains, higher_is_better=base.results[0].higher_is_better)
     labels, found = [row.label for row in rows], []
     for row, difference in zip(rows, [None, *differences], strict=True):
         label = row.label

@@ -218,19 +218,17 @@ def run_all(
     sources: Sources,
     store: str | Path | None,
     *,
-    processes: int = 1,
-    engine: Engine | None = None,
+    engine: Engine,
     progress: Progress = None,
     title: str = "all runs",
     show: Listener | None = None,
     keep: Keep = lambda job, result: None,
 ) -> list[Result]:
-    """The results of all jobs, in order; `processes` of them at a time, or as the engine can.
+    """The results of all jobs, in order; as many of them at a time as the engine can.
 
     Under torchrun one after the other, each on all ranks. `show` is a display that is open already;
     `keep` is called with every result as it comes, in this process, also before a stop.
     """
-    engine = engine or Local(processes)
     if world().several and not (isinstance(engine, Local) and engine.processes == 1):
         raise LabError(
             "under torchrun every run takes all ranks: runs side by side need jobs=1 and the "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from steppe.lab import naming
+
+T = TypeVar("T")
 
 
 class LabError(Exception):
@@ -37,6 +40,13 @@ class Interrupted(KeyboardInterrupt):
 def unknown(kind: str, given: str, valid: Iterable[str]) -> LabError:
     """The error for a name that does not exist, with the nearest ones that do."""
     return LabError(str(naming.unknown(kind, given, sorted(valid))))
+
+
+def looked_up(kind: str, name: str, among: Mapping[str, T]) -> T:
+    """What a name stands for, or the error for one that does not exist."""
+    if name not in among:
+        raise unknown(kind, name, among)
+    return among[name]
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from steppe.lab.engines import Job
-from steppe.lab.errors import Interrupted, LabError
+from steppe.lab.errors import Interrupted, explained
+from steppe.lab.naming import library
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Event, Listener
 from steppe.lab.results import Result
@@ -32,13 +33,8 @@ PATIENCE = 30.0
 def load_ray() -> Any:
     """The package, or how to get it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise LabError(
-            "engine ray needs Ray. Install it with pip install 'steppe[ray]'."
-        ) from error
-    return ray
+    with explained("engine ray"):
+        return library("ray", "'steppe[ray]'")
 
 
 class Board:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from steppe.lab.config import Config
-from steppe.lab.errors import unknown
+from steppe.lab.errors import looked_up
 from steppe.lab.specs import adapted, parse
 
 
@@ -192,6 +192,4 @@ def recipe(name: str, method: str = "sgd") -> Config:
     >>> recipe("cifar10-resnet18", "arwp:eta=1").method
     'arwp:sigma=0.01,eta=1,beta=0.99'
     """
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    return RECIPES[name](method).replace(recipe=name)
+    return looked_up("recipe", name, RECIPES)(method).replace(recipe=name)

@@ -5,13 +5,12 @@ Only runs of full recipes count.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from steppe.lab.errors import LabError, unknown
+from steppe.lab.errors import looked_up
 from steppe.lab.recipes import recipe
-from steppe.lab.results import Result, stored
+from steppe.lab.results import by_experiment, readable
 from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import PAPER, label, parse
 from steppe.lab.statistics import mean_std, mean_words
@@ -105,9 +104,8 @@ SMALLER = (
 
 def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
     """One of the paper's tables, filled from the run store."""
-    if name not in TABLES:
-        raise unknown("table", name, TABLES)
-    (title, cells), ours = TABLES[name], full_runs(Store(Path(store)))
+    title, cells = looked_up("table", name, TABLES)
+    ours = by_experiment(r for r in readable(Store(Path(store))) if r.status == "finished")
     about: tuple[str, ...] = ("recipe", "method")
     note = SMALLER
     if name == "overview":
@@ -118,7 +116,7 @@ def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
     found = False
     for cell in cells:
         config = recipe(cell.recipe, cell.method)
-        runs = ours.get(config.experiment, [])
+        runs = list(ours.get(config.experiment, {}).values())
         found = found or bool(runs)
         scores = [result.score() for result in runs]
         shown: tuple[str, ...] = (cell.recipe, label(parse(cell.method), config.optimizer))
@@ -139,16 +137,3 @@ def table(name: str, store: str | Path = DEFAULT_STORE) -> Table:
         "models, less data) are not shown here."
     )
     return Table(header, tuple(rows), title, (note,))
-
-
-def full_runs(store: Store) -> dict[str, list[Result]]:
-    """Finished runs of the store by experiment, one per seed."""
-    found: dict[str, dict[int, Result]] = defaultdict(dict)
-    for run in store.runs():
-        try:
-            result = stored(run)
-        except LabError:  # a run written by another version does not belong here
-            continue
-        if result is not None and result.status == "finished":
-            found[result.config.experiment][result.config.seed] = result
-    return {name: list(seeds.values()) for name, seeds in found.items()}

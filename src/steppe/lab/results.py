@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +12,7 @@ from typing import Any, Literal
 from steppe.lab.config import Config, as_config
 from steppe.lab.errors import LabError
 from steppe.lab.naming import shown_name
-from steppe.lab.runs import Run
+from steppe.lab.runs import Run, Store
 
 Compressed = dict[str, dict[str, dict[str, float]]]
 """Metrics by BatchNorm's statistics ("as is", "recalibrated") and by change ("4 bits, per filter")."""
@@ -101,3 +103,20 @@ def stored(run: Run) -> Result | None:
     if (content := run.result) is None:
         return None
     return from_record({**content, "compressed": run.compressed}, run.folder)
+
+
+def readable(store: Store) -> list[Result]:
+    """The results in a store, without those that another version has written."""
+    found: list[Result] = []
+    for run in store.runs():
+        with suppress(LabError):
+            found += filter(None, [stored(run)])
+    return found
+
+
+def by_experiment(results: Iterable[Result]) -> dict[str, dict[int, Result]]:
+    """The results of each experiment by seed."""
+    found: dict[str, dict[int, Result]] = {}
+    for result in results:
+        found.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
+    return found

@@ -22,7 +22,7 @@ from typing import IO, Any, Literal
 from steppe.lab.checkpoints import checkpoints, write_atomic
 from steppe.lab.config import Config, as_config
 from steppe.lab.errors import LabError
-from steppe.lab.naming import shown_name
+from steppe.lab.naming import did_you_mean, shown_name
 
 Record = dict[str, Any]
 Status = Literal["finished", "diverged", "unfinished"]
@@ -132,12 +132,16 @@ class Store:
         """A run by its folder, its name, or a part of its name that no other has."""
         if (Path(name) / "config.json").exists():
             return Run(Path(name))
-        matches = [run for run in self.runs() if name in run.name]
+        runs = self.runs()
+        matches = [run for run in runs if name in run.name]
         matches = [run for run in matches if run.name == name] or matches
         if len(matches) == 1:
             return matches[0]
         if not matches:
-            raise LabError(f"there is no run {name!r} in {self.folder}. `steppe runs` lists them.")
+            guess = did_you_mean(name, [run.name for run in runs], most=2)
+            raise LabError(
+                f"there is no run {name!r} in {self.folder}.{guess} `steppe runs` lists them."
+            )
         names = ", ".join(run.name for run in matches[:4])
         raise LabError(f"{name!r} fits {len(matches)} runs ({names} …): give more of the name.")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from steppe.lab.coercion import literal
 from steppe.lab.config import Config, as_config
 from steppe.lab.engines import Engine, Job, chosen, run_all, seed_numbers
-from steppe.lab.errors import LabError, unknown
+from steppe.lab.errors import LabError, looked_up
 from steppe.lab.naming import shown_name
 from steppe.lab.problems import Sources
 from steppe.lab.progress import Progress
@@ -170,6 +170,4 @@ def parse_grid(texts: Sequence[str]) -> dict[str, Sequence[object]]:
 
 def search(name: str) -> Grid:
     """One of the paper's searches by name."""
-    if name not in SEARCHES:
-        raise unknown("search", name, SEARCHES)
-    return SEARCHES[name]
+    return looked_up("search", name, SEARCHES)

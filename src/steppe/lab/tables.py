@@ -13,7 +13,7 @@ from typing import Literal
 
 from rich.cells import cell_len
 
-from steppe.lab.errors import unknown
+from steppe.lab.errors import looked_up
 
 Format = Literal["text", "markdown", "csv"]
 
@@ -40,12 +40,8 @@ class Table:
 
     def render(self, form: Format = "text", width: int | None = None) -> str:
         """The table in one of its forms; text in lines of at most `width`, if given."""
-        if form == "text":
-            return self.text(width)
-        forms = {"markdown": self.markdown, "csv": self.csv}
-        if form not in forms:
-            raise unknown("table format", form, ("text", *forms))
-        return forms[form]()
+        forms = {"text": lambda: self.text(width), "markdown": self.markdown, "csv": self.csv}
+        return looked_up("table format", form, forms)()
 
     def text(self, width: int | None = None) -> str:
         """Aligned columns: words to the left, numbers to the right.
@@ -107,17 +103,11 @@ class Table:
 
     def html(self) -> str:
         """For notebooks, in the look of the report's tables."""
-        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in self.header)
-        body = "".join(
-            f'<tr><th scope="row">{html.escape(row[0])}</th>'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:])
-            + "</tr>"
-            for row in self.rows
-        )
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        from steppe.report.sections import html_table, note
+
         title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f'<div class="steppe-table"><style>{STYLE}</style>{title}{table}{notes}</div>'
+        table = html_table(self.header, self.rows) + note(*self.notes)
+        return f'<div class="steppe-table"><style>{STYLE}</style>{title}{table}</div>'
 
 
 def as_csv(records: Sequence[Mapping[str, object]]) -> str:

@@ -61,10 +61,8 @@ class Trainer:
             self.wrapped = DistributedDataParallel(self.model)
         self.perturber = attach(self.wrapped, self.optimizer, self.method, config)
         ranks = self.perturber.ranks
-        self.streams, self.part = (
-            range(self.method.batches_needed),
-            Part(self.world.rank, self.world.size),
-        )
+        self.streams = range(self.method.batches_needed)
+        self.part = Part(self.world.rank, self.world.size)
         if ranks.index is not None:  # each pass on its own ranks, which read its stream alone
             self.streams = range(ranks.index, ranks.index + 1)
             self.part = Part(ranks.rank % ranks.columns, ranks.columns)

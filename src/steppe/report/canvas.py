@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from steppe.lab.naming import library
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -28,17 +30,13 @@ def panels(
     share: bool = False,
 ) -> tuple[Figure, list[Any]]:
     """A figure with `count` axes, at most `columns` beside each other."""
-    try:
-        from matplotlib.figure import Figure as NewFigure
-    except ImportError as error:
-        raise ImportError(
-            "Figures need matplotlib, which is missing: pip install 'steppe[report]'."
-        ) from error
     across = min(count, columns)
     down = -(-count // across)
     # A figure of its own, not pyplot's: nothing global, no window, no need to close it.
     size = (width * across + 1, (height or 0.85 * width) * down + 0.6)
-    figure = NewFigure(figsize=size, layout="constrained")
+    figure: Figure = library("matplotlib.figure", "'steppe[report]'").Figure(
+        figsize=size, layout="constrained"
+    )
     grid = figure.subplots(down, across, squeeze=False, sharex=share, sharey=share)
     axes = list(grid.flat)
     for spare in axes[count:]:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from steppe.lab.comparison import Row
 from steppe.lab.errors import LabError
 from steppe.lab.recipes import recipe
-from steppe.lab.results import Result, stored
-from steppe.lab.runs import DEFAULT_STORE, Run, Store
+from steppe.lab.results import Result, by_experiment, readable
+from steppe.lab.runs import DEFAULT_STORE, Store
 from steppe.lab.specs import label, parse
 from steppe.lab.statistics import mean_std
 from steppe.report import figures
 from steppe.report.canvas import SURFACE, error_bars, marked_style, panels, plain_ticks
 from steppe.report.pictures import analysis_figure
 from steppe.report.sections import mean_curve
-from steppe.report.subjects import by_experiment, compared, find_results, runs_of
+from steppe.report.subjects import compared, find_results, runs_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ class PaperFigure:
         if self.runs:
             return experiments(find_results(self.runs, self.store))
         wanted = recipe(self._recipe, "sgd").experiment
-        results = filter(None, map(_readable, Store(self.store).runs()))
+        results = readable(Store(self.store))
         same = [r for r in results if r.config.replace(method="sgd").experiment == wanted]
         return experiments(same)
 
@@ -152,17 +152,11 @@ def _labelled(row: Row) -> str:
     return f"{row.label} ({row.strength})" if named else row.label
 
 
-def _readable(run: Run) -> Result | None:
-    try:
-        return stored(run)
-    except LabError:  # a run written by another version
-        return None
-
-
 def experiments(results: Sequence[Result]) -> list[Row]:
     """Finished results, seeds of one experiment together."""
     rows = []
-    for seeds in by_experiment([result for result in results if result.status == "finished"]):
+    finished = (result for result in results if result.status == "finished")
+    for seeds in by_experiment(finished).values():
         config = next(iter(seeds.values())).config
         name = label(parse(config.method), config.optimizer)
         rows.append(Row(config.method, name, "", tuple(seeds.values())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import logging
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from steppe.lab.comparison import Comparison, Row, judged
-from steppe.lab.config import MACHINE, OUTSIDE, Config
+from steppe.lab.config import MACHINE, OUTSIDE, Config, as_config
 from steppe.lab.errors import LabError
-from steppe.lab.results import Result, from_record, stored
+from steppe.lab.results import Result, by_experiment, from_record, stored
 from steppe.lab.runs import Run, Store
 from steppe.lab.specs import Spec, label, parse
-from steppe.lab.statistics import Difference
 
 logger = logging.getLogger("steppe")
 
@@ -48,18 +46,10 @@ def find_comparison(names: Sequence[str], store: Path) -> Comparison:
     return compared(find_results(names, store))
 
 
-def by_experiment(results: Sequence[Result]) -> list[dict[int, Result]]:
-    """The results of each experiment by seed."""
-    found: dict[str, dict[int, Result]] = {}
-    for result in results:
-        found.setdefault(result.config.experiment, {}).setdefault(result.config.seed, result)
-    return list(found.values())
-
-
 def compared(results: Sequence[Result]) -> Comparison:
     """The comparison that these runs make: a row for each experiment, paired by the common seeds."""
     _check_comparable(results)
-    rows = by_experiment(results)
+    rows = list(by_experiment(results).values())
     methods = [next(iter(row.values())).config.method for row in rows]
     rows.insert(0, rows.pop(methods.index("sgd") if "sgd" in methods else 0))
     seeds = sorted(set.intersection(*(set(row) for row in rows)))
@@ -134,14 +124,8 @@ def run_label(run: Run) -> str:
 
 def find_runs(name: str, store: Path) -> list[Run]:
     """Runs by folder, name, part of a name that no other has, or pattern with `*`."""
-    names = [run.name for run in Store(store).runs()]
-    if found := fnmatch.filter(names, name):
-        return [Run(store / each) for each in found]
-    if (Path(name) / "config.json").exists() or any(name in each for each in names):
-        return [Store(store).get(name)]
-    near = difflib.get_close_matches(name, names, n=2, cutoff=0.4)
-    guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise LabError(f"there is no run {name!r} in {store}.{guess} `steppe runs` lists them.")
+    runs = [run for run in Store(store).runs() if fnmatch.fnmatch(run.name, name)]
+    return runs or [Store(store).get(name)]
 
 
 def _finished(run: Run) -> Result:
@@ -174,11 +158,9 @@ def _comparison(content: dict[str, Any], file: Path, store: Path) -> Comparison:
     rows = []
     for row in content["rows"]:
         results = tuple(_located(record, file, store) for record in row["runs"])
-        found = row["difference"] and Difference(**row["difference"])
-        same = {name: row[name] for name in ("spec", "label", "chosen", "trials", "cost")}
-        rows.append(Row(results=results, difference=found, **same))
-    config = Config().override(content["config"])
-    return Comparison(config, tuple(content["seeds"]), tuple(rows))
+        same = {name: row[name] for name in ("spec", "label", "chosen", "trials")}
+        rows.append(Row(results=results, **same))
+    return Comparison(as_config(content["config"]), tuple(content["seeds"]), judged(rows))
 
 
 def _located(record: dict[str, Any], file: Path, store: Path) -> Result:

@@ -105,11 +105,7 @@ def _other_metrics(gathered: Gathered) -> Iterator[str]:
         if name == example.metric or name not in HIGHER_IS_BETTER:
             continue
         pairs = [
-            [
-                a.metrics["test"][name] - b.metrics["test"][name]
-                for a, b in zip(row.results, base.results, strict=True)
-                if a.status == b.status == "finished"
-            ]
+            [a.metrics["test"][name] - b.metrics["test"][name] for a, b in row.pairs(base)]
             for row in gathered.rows[1:]
         ]
         tested = compare_all(pairs, higher_is_better=HIGHER_IS_BETTER[name])

@@ -21,13 +21,7 @@ from steppe.lab.data.readers import BUILT_IN
 from steppe.lab.data.split import Data
 from steppe.lab.data.table import SUFFIXES, table
 from steppe.lab.data.user import as_data
-from steppe.lab.naming import (
-    check_options,
-    did_you_mean,
-    names_function,
-    unknown,
-    user_function,
-)
+from steppe.lab.naming import check_options, did_you_mean, names_function, unknown, user_function
 
 FOLDER = "folder:"
 CIFAR_AUGMENT = ("flip", "crop", "cutout")

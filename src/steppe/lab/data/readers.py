@@ -44,11 +44,8 @@ def cifar(
         raise unknown("normalisation", normalisation, NORMALISATION)
     parts, key, classes = (["train"], ["test"]), b"fine_labels", 100
     if name == "cifar10":
-        parts, key, classes = (
-            ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]),
-            b"labels",
-            10,
-        )
+        batches = [f"data_batch_{k}" for k in range(1, 6)]
+        parts, key, classes = (batches, ["test_batch"]), b"labels", 10
     splits, notes = [], []
     for part in parts:
         images, labels = read(folder, part, key)

@@ -56,8 +56,10 @@ def build(
     if source in ("torchvision", "timm"):
         if width != 1:
             raise ValueError(f"{name} has no width multiplier, got width={width}.")
-        other = from_torchvision if source == "torchvision" else from_timm
-        return other(rest, classes=classes, shape=shape, **options)
+        if source == "torchvision":
+            return from_torchvision(rest, classes=classes, shape=shape, **options)
+        create = library("timm").create_model
+        return create(rest, num_classes=classes, in_chans=shape[0], **options)  # type: ignore[no-any-return]
     if colon:
         return from_user(name, classes=classes, shape=shape, width=width, **options)
     model = MODELS.get(name)
@@ -81,12 +83,6 @@ def from_torchvision(
         found = [k for k, v in vars(models).items() if inspect.isfunction(v) and k[0] != "_"]
         raise unknown("network of torchvision.models", name, found)
     return constructor(num_classes=classes, **options)  # type: ignore[no-any-return]
-
-
-def from_timm(name: str, *, classes: int, shape: tuple[int, ...], **options: Any) -> nn.Module:
-    """timm's network with this number of classes and input channels."""
-    timm = library("timm")
-    return timm.create_model(name, num_classes=classes, in_chans=shape[0], **options)  # type: ignore[no-any-return]
 
 
 def from_user(name: str, **arguments: Any) -> nn.Module:

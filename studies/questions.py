@@ -120,10 +120,13 @@ def survival_answer(found: Sequence[Findings]) -> str:
             gains = [signed(sum(e.difference.mean for e in each) / len(each)) for each in made]
             every = [each for some in made for each in some]
             clauses.append(
-                f"{every[0].claim.first} − {every[0].claim.second} {join_words(gains)} (significantly "
-                f"better in {len(_of(every, 'better'))} and worse in {len(_of(every, 'worse'))} of {len(every)})"
+                f"{every[0].claim.first} − {every[0].claim.second} {join_words(gains)} "
+                f"({len(_of(every, 'better'))} better, {len(_of(every, 'worse'))} worse of {len(every)})"
             )
-    about = f"In mean points of accuracy after {join_words(CHANGES)}"
+    about = (
+        f"In mean points of accuracy after {join_words(CHANGES)} (and how many comparisons are "
+        "significantly better or worse)"
+    )
     return f"{about}:<br>{';<br>'.join(clauses)}." if clauses else NOTHING
 
 

@@ -277,6 +277,10 @@ SETTINGS_IN_README = {
     "Digits, small ResNet, clean labels": "Digits (small ResNet, clean labels)",
     "Breast cancer, MLP": "Confirmation of the defaults (breast cancer, 284 rows, MLP)",
     "Wine, MLP": "Confirmation of the defaults (wine, 89 rows, MLP)",
+    "MNIST, MLP": "Confirmation of the defaults (MNIST, 5,000 images, MLP)",
+    "Fashion-MNIST, small ViT (AdamW)": (
+        "Confirmation of the defaults (Fashion-MNIST, 2,000 images, small ViT)"
+    ),
 }
 
 

@@ -128,7 +128,7 @@ def test_what_survives(tmp_path):
     usual = gain(found, "ARWP").mean
     said = survival_answer(found)
     gains = [f"+{usual + twice:.2f}" for twice in (1, 2, 3, 4)]
-    every = "(significantly better in 4 and worse in 0 of 4)"
+    every = "(4 better, 0 worse of 4)"
     assert f"ARWP − SGD {', '.join(gains[:3])} and {gains[3]} {every}" in said
     assert f"m-ARWP − SAM +{gain(found, 'm-ARWP', 'SAM').mean:.2f}" in said
     (axis,) = survival_figure(found).axes

@@ -50,18 +50,18 @@ METHODS = {
         "sgd",
         "2 batches",
         "sam:rho=.05",
-        *(f"{name}:rise={RISE}" for name in ("rwp", "arwp")),
-        f"m_arwp:rise={RISE}",
+        *(f"{name}:rise={RISE}" for name in ("rwp", "arwp", "m_arwp")),
+        "rwp:rise=0.2",
     ),
     "lora": (
         "sgd",
         "sam:rho=.05",
-        *(f"{name}:rise={RISE}" for name in ("rwp", "flat_lora")),
+        *(f"{name}:rise={rise}" for rise in (RISE, 0.2) for name in ("rwp", "flat_lora")),
         "flat_lora:ratio=.05",
     ),
 }
-"""At the default rises, written out: another default is another run. AdamW on two batches a step stands
-beside the mixed method, which sees as many."""
+"""The default rise is written out (another default is another run), and beside it stands ten times that.
+AdamW on two batches a step stands beside the mixed method, which sees as many."""
 RATES = {"full": (2e-5, 5e-5, 1e-4), "lora": (5e-4, 1e-3, 2e-3)}
 NAMES = {"sgd": "AdamW", "2 batches": "AdamW, two batches a step", "flat_lora": "Flat-LoRA"}
 MEASURES = ("reviews", "tweets", "4 bits", "3 bits", "tweets, 3 bits", "calibration error")

@@ -67,8 +67,8 @@ def test_it_resumes_and_trains_nothing_twice(study, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         study.run_finetune(tmp_path, tmp_path, None, 1)
     monkeypatch.setattr(study, "measure", lambda r, root: seen.append(r.identity) or made_up(r))
-    assert study.run_finetune(tmp_path, tmp_path, None, 1) == "finetune: 68 of 68 runs"
-    assert len(seen) == len(set(seen)) == 68
+    assert study.run_finetune(tmp_path, tmp_path, None, 1) == "finetune: 80 of 80 runs"
+    assert len(seen) == len(set(seen)) == 80
     rates = {run.lr for run in planned(Lines(tmp_path, "finetune")) if not run.trial}
     assert rates == {RATES["full"][1], RATES["lora"][1]}
 
@@ -82,6 +82,21 @@ def test_the_page_has_paired_differences_with_intervals(study, tmp_path):
     assert row.split("|")[2:4] == [" 3 ", " +1.0 ± 0.0 "]
     base = next(line for line in text.splitlines() if line.startswith("| AdamW |"))
     assert "81.0 ± 1.0" in base
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_each_table_has_two_rises_and_rows_where_runs_are(kind, tmp_path):
+    lines = Lines(tmp_path, "finetune")
+    runs = [Run(kind, 200, 0.0, m, RATES[kind][1], seed) for m in METHODS[kind] for seed in (0, 1)]
+    for run in runs:
+        if not run.method.endswith("rise=0.2"):
+            lines.add(run, made_up(run))
+    assert "(rise 0.02)" in page(tmp_path)
+    assert "(rise 0.2)" not in page(tmp_path)
+    for run in runs[::2]:
+        if run.method.endswith("rise=0.2"):
+            lines.add(run, made_up(run))
+    assert "| RWP (rise 0.2) | 1 |" in page(tmp_path)
 
 
 def test_a_run_is_another_by_every_setting_of_it():

@@ -403,6 +403,14 @@ def test_trainer_callback(tmp_path):
     assert equal(bases(model), before)
 
 
+def test_the_mixed_method_goes_by_the_name_that_is_printed():
+    mixed = steppe.mixed(steppe.flat_lora(ratio=0.1), lam=0.3)
+    _, perturber = attached(lora(), mixed)
+    assert str(perturber).startswith("m_flat_lora at step 0")
+    assert Perturb("m_flat_lora:ratio=0.1,lam=0.3").method == mixed
+    assert Perturb("m-flat-lora").method == steppe.mixed(steppe.flat_lora())
+
+
 # ---------------------------------------------------------------------- frozen layers of any model
 
 

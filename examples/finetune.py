@@ -80,7 +80,7 @@ class Classifier(nn.Module):
                 r=8, lora_alpha=16, target_modules=["query", "key", "value", "dense"]
             )
             self.encoder = get_peft_model(self.encoder, config)
-        self.head = nn.Linear(384, 2)
+        self.head = nn.Linear(self.encoder.config.hidden_size, 2)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -271,7 +271,7 @@ def page(folder: Path) -> str:
         "other reviews, on tweets, and after rounding the matrices of linear layers to 4 and 3 bits; expected calibration "
         "error on reviews. AdamW's row has means and standard deviations, the others their difference to it, "
         "paired by seed, with 95 % t-intervals that are not corrected for the number of comparisons. "
-        "m-ARWP sees two batches a step. [Fine-tuning](../finetuning.md) says what follows."
+        "m-ARWP sees two batches a step. ARWP, m-ARWP and mixed Flat-LoRA were not run with LoRA. [Fine-tuning](../finetuning.md) says what follows."
     )
     parts = [f"**{name}**\n\n{table}\n" for name, table in made.items()]
     return "\n".join(["# Fine-tuning", "", head, "", *parts])

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steppe import methods
 from steppe.distributed import AscentOf, Asked, Noise, PassesOver, Shards, find_ranks, sharding
-from steppe.frozen import FrozenLinear, find_frozen
+from steppe.frozen import FrozenLinear, find_frozen, first_few
 from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import Draw
@@ -83,7 +83,8 @@ def attach(
         1
     """
     optimizer, scaler = unwrap(optimizer, scaler)
-    _check_kinds(model, optimizer, method, seed, scaler)
+    _check_model_and_seed(model, seed)
+    _check_kinds(optimizer, method, scaler)
     for name, value, known in (
         ("microbatch_loss", microbatch_loss, get_args(MicrobatchLoss)),
         ("on_incomplete", on_incomplete, get_args(OnIncomplete)),
@@ -111,7 +112,8 @@ def attach(
         )
     chosen, skipped, frozen = choose(model, optimizer, method, exclude, include_frozen)
     if method.perturbs and not chosen:
-        raise ValueError(f"Nothing is left to perturb: {skipped or 'no parameters'}.")
+        why = first_few([f"{name} ({why})" for name, why in skipped.items()]) or "no parameters"
+        raise ValueError(f"Nothing is left to perturb: {why}. Freeze or exclude less.")
     ranks = find_ranks(model, method, Asked(passes_over, noise, ascent))
     weights = Weights(chosen, optimizer, Shards(model), frozen)
     training = Training(
@@ -316,10 +318,7 @@ def _check_model_and_seed(model: object, seed: object) -> None:
         raise TypeError(f"seed must be an int, got {seed!r}.")
 
 
-def _check_kinds(
-    model: object, optimizer: object, method: object, seed: object, scaler: object
-) -> None:
-    _check_model_and_seed(model, seed)
+def _check_kinds(optimizer: object, method: object, scaler: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. Make one first: "

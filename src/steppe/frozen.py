@@ -256,9 +256,9 @@ class FrozenLayers:
         """Raise where a pass is over and no layer was called with its noise."""
         if (noises := self._noises) and not any(noise.ran for noise in noises):
             raise RuntimeError(
-                "No frozen layer that include_frozen names was called in this pass, so its noise did "
-                "nothing: the model reads their weights without calling them (fused attention or "
-                "encoder layers do). Leave these layers out."
+                "No frozen layer that takes noise was called in this pass, so its noise did nothing: the "
+                "model reads their weights without calling them (fused attention or encoder layers do). "
+                "Leave these layers out."
             )
 
     def install(self) -> None:
@@ -287,29 +287,41 @@ def find_frozen(
         from steppe.integrations.peft import low_rank_parts
 
         low_rank = low_rank_parts(model, strict=method.merged)
-    elif method.merged:
+    if method.merged and not low_rank:
         raise ValueError(
-            "flat_lora() perturbs the LoRA layers of a PEFT model, and this is none. Make it one with "
-            "peft.get_peft_model(model, LoraConfig(...)); frozen linear layers of other models take "
-            "steppe.rwp() with attach(..., include_frozen=(...))."
+            "flat_lora() perturbs LoRA layers, and this model has none. Make them with peft.get_peft_model("
+            "model, LoraConfig(...)), or give its frozen linear layers to steppe.rwp() with include_frozen."
         )
     found: dict[nn.Parameter, FrozenLinear] = {}
+    refused: dict[str, str] = {}
     for pattern in patterns or (["*base_layer.weight"] if method.merged else []):
         named = {p: n for p, known in names.items() for n in known if fnmatchcase(n, pattern)}
-        if not named:
+        if not named and patterns:
+            frozen = [known[0] for p, known in names.items() if not p.requires_grad]
             raise ValueError(
                 f"include_frozen={pattern!r} matches no parameter of the model. Its frozen ones are "
-                f"{', '.join(k[0] for p, k in names.items() if not p.requires_grad) or 'none'}."
+                f"{first_few(frozen) or 'none'}."
             )
-        for param, name in named.items():
-            if not param.requires_grad and param not in found:
-                modules = _linear_modules(model, param, name)
-                found[param] = FrozenLinear(param, modules, low_rank.get(modules[0]))
-    if found and any(is_sharded(p) for p in model.parameters()):
+        for p, name in named.items():
+            if not p.requires_grad and p not in found:
+                owners: list[Any] = [m for m in model.modules() if p in {*m._parameters.values()}]
+                if reason := _reason_to_refuse(p, owners):
+                    refused[name] = reason
+                else:
+                    found[p] = FrozenLinear(p, owners, low_rank.get(owners[0]))
+    if (found or refused) and any(is_sharded(p) for p in model.parameters()):
         raise ValueError(
             "Noise on frozen layers is not supported in a model under fully_shard(). Use "
             "DistributedDataParallel."
         )
+    if refused or (method.merged and not found):
+        nothing = "the frozen weights under LoRA layers", "all are trained, excluded or quantized"
+        name, reason = next(iter(refused.items()), nothing)
+        who = "include_frozen names" if patterns else f"{method.name}() perturbs"
+        advice = f"Leave out with exclude: {first_few([*map(repr, refused)])}."
+        if method.merged and not found:
+            advice = "No LoRA layer can have noise; steppe.rwp() perturbs what is trained."
+        raise ValueError(f"{who} {name}, but {reason}. {advice}")
     for noise in (p.perturbation for p in method.passes if found):
         if noise is not None and (noise.needs_gradient or noise.learns_from != "nothing"):
             raise ValueError(
@@ -319,22 +331,20 @@ def find_frozen(
     return found
 
 
-def _linear_modules(model: nn.Module, param: nn.Parameter, name: str) -> list[nn.Linear]:
-    owners = [m for m in model.modules() if any(p is param for p in m._parameters.values())]
-    others = [m for m in owners if type(m) is not nn.Linear]
-    if others:
-        reason = f"it belongs to {type(others[0]).__name__}, and only nn.Linear computes with noise out of place"
-        if "bit" in type(others[0]).__name__.lower():
-            reason += " (8-bit and 4-bit bases have no weights that noise could be added to)"
-    elif param.dim() != 2:
-        reason = "it is the bias of a linear layer; only its weight can have noise"
-    elif type(param) is not nn.Parameter or not param.is_floating_point():
-        kind = "sharded" if is_sharded(param) else f"a {type(param).__name__} of {param.dtype}"
-        reason = f"it is {kind}; noise needs a whole weight in floating point (use DDP, or load the base unquantized)"
-    elif any("forward" in vars(m) for m in owners):
-        reason = "something else replaced the forward of its layer (accelerate's offloading does)"
-    else:
-        return [m for m in owners if isinstance(m, nn.Linear)]
-    raise ValueError(
-        f"include_frozen names {name}, but {reason}. Leave it out: exclude=({name!r},)."
-    )
+def first_few(names: Sequence[str]) -> str:
+    """For messages: not every parameter of a large model."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _reason_to_refuse(param: nn.Parameter, owners: Sequence[nn.Module]) -> str | None:
+    """Why this weight of these layers cannot have noise."""
+    if type(param) is not nn.Parameter or not param.is_floating_point():
+        kind = f"{type(param).__name__}, {param.dtype}"
+        return f"it is quantized ({kind}), and noise needs a base loaded in floating point"
+    if kind := next((type(m).__name__ for m in owners if type(m) is not nn.Linear), ""):
+        return f"it belongs to {kind}, and only nn.Linear computes with noise out of place"
+    if param.dim() != 2:
+        return "it is the bias of a linear layer; only its weight can have noise"
+    if any("forward" in vars(m) for m in owners):
+        return "something else replaced the forward of its layer (accelerate's offloading does)"
+    return None

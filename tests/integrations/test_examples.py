@@ -11,9 +11,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["lightning_digits", "transformers_lm", "accelerate_digits", "ray_compare"]
+    ("name", "says"),
+    [
+        ("lightning_digits", "m-ARWP"),
+        ("transformers_lm", "m-ARWP"),
+        ("transformers_lora", "LoRA with Flat-LoRA   loss "),
+        ("accelerate_digits", "m-ARWP"),
+        ("ray_compare", "m-ARWP"),
+    ],
 )
-def test_runs(name, tmp_path):
+def test_runs(name, says, tmp_path):
     if name == "ray_compare":
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'steppe[ray]'")
     found = subprocess.run(
@@ -25,5 +32,6 @@ def test_runs(name, tmp_path):
         timeout=600,
     )
     assert found.returncode == 0, found.stderr
-    assert "m-ARWP" in found.stdout
+    assert says in found.stdout
+    assert "base changed" not in found.stdout
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"

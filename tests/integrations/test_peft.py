@@ -3,13 +3,21 @@
 import copy
 import io
 import math
+import re
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import steppe
 from steppe import frozen
@@ -395,6 +403,14 @@ def test_trainer_callback(tmp_path):
     assert equal(bases(model), before)
 
 
+def test_the_mixed_method_goes_by_the_name_that_is_printed():
+    mixed = steppe.mixed(steppe.flat_lora(ratio=0.1), lam=0.3)
+    _, perturber = attached(lora(), mixed)
+    assert str(perturber).startswith("m_flat_lora at step 0")
+    assert Perturb("m_flat_lora:ratio=0.1,lam=0.3").method == mixed
+    assert Perturb("m-flat-lora").method == steppe.mixed(steppe.flat_lora())
+
+
 # ---------------------------------------------------------------------- frozen layers of any model
 
 
@@ -480,6 +496,15 @@ class Half(nn.Linear):
     pass
 
 
+class Int8Params(nn.Parameter):
+    """As bitsandbytes and torchao hold them: a parameter of a type of its own."""
+
+
+def quantized(layer):
+    layer.weight = Int8Params(layer.weight.data, requires_grad=False)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "name", "why"),
     [
@@ -487,10 +512,11 @@ class Half(nn.Linear):
         (nn.Embedding(4, 2), "*0.weight", "belongs to Embedding"),
         (Half(2, 2), "*0.weight", "belongs to Half"),
         (
-            type("Linear8bitLt", (nn.Linear,), {})(2, 2),
+            quantized(nn.Linear(2, 2)),
             "*0.weight",
-            "8-bit and 4-bit bases have no",
+            r"but it is quantized \(Int8Params, torch.float32\)",
         ),
+        (quantized(Half(2, 2)), "*0.weight", "noise needs a base loaded in floating point"),
         (nn.Linear(2, 2), "*0.bias", "the bias of a linear layer"),
         (nn.Linear(2, 2), "*1.weight_v", "matches no parameter of the model"),
     ],
@@ -498,8 +524,9 @@ class Half(nn.Linear):
 def test_layers_that_cannot_have_noise(layer, name, why):
     model = nn.Sequential(layer.requires_grad_(False), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=why) as error:
         steppe.attach(model, optimizer, steppe.rwp(ratio=0.1), include_frozen=(name,))
+    assert "DDP" not in str(error.value)
 
 
 @pytest.mark.parametrize("method", [steppe.arwp(0.1), steppe.sam(0.1), steppe.msam(0.1)])
@@ -511,11 +538,74 @@ def test_methods_that_need_gradients_of_frozen_weights(method):
         steppe.attach(model, optimizer, method, include_frozen=("0.weight",))
 
 
+def refusal(model, method=HALF, **options):
+    """What attach says about a model that it refuses."""
+    with pytest.raises(ValueError) as error:
+        attached(model, method, **options)
+    return str(error.value)
+
+
+def gpt2(*targets):
+    config = GPT2Config(
+        vocab_size=17,
+        n_embd=16,
+        n_layer=5,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    return lora(GPT2LMHeadModel(config), target_modules=list(targets), fan_in_fan_out=True)
+
+
 def test_adapters_that_are_not_plain_lora():
-    with pytest.raises(ValueError, match="q_proj uses Dora.*use_dora=False"):
-        attached(lora(use_dora=True))
-    with pytest.raises(ValueError, match="has no LoRA layer"):
-        attached(plain_llama())
+    told = refusal(lora(use_dora=True))
+    assert re.search("q_proj uses Dora.* without a variant .such as use_dora., or steppe.rwp", told)
+    ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    assert re.search(
+        r"q_proj is ia3\. Use LoraConfig ", refusal(get_peft_model(plain_llama(), ia3))
+    )
+
+
+def test_a_model_without_lora_is_told_how_to_get_it():
+    assert "Make them with peft.get_peft_model(model, LoraConfig(...))" in refusal(plain_llama())
+
+
+def test_what_flat_lora_refuses_was_not_named_by_the_user():
+    nothing_left = "No LoRA layer can have noise; steppe.rwp() perturbs what is trained."
+    told = refusal(gpt2("c_attn"))
+    assert told.startswith("flat_lora() perturbs ")
+    assert "belongs to Conv1D" in told
+    assert told.endswith(nothing_left)
+    told = refusal(gpt2("c_attn", "lm_head"))
+    assert re.search("Leave out with exclude: '.*', '.*', '.*' and 2 more", told)
+    attached(gpt2("c_attn", "lm_head"), exclude="*c_attn*")
+    told = refusal(lora(), steppe.mixed(HALF), exclude="*base_layer*")
+    assert told.startswith(
+        "m_flat_lora() perturbs the frozen weights under LoRA layers, but all are"
+    )
+    assert told.endswith(nothing_left)
+
+
+def test_an_int8_base_of_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = plain_llama(torch.float32)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    told = refusal(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    assert "q_proj.base_layer.weight, but it is quantized (Int8Tensor, torch.float32)" in told
+    assert "DDP" not in told
+
+
+def test_a_base_that_is_trained_has_a_short_reason():
+    told = refusal(lora().requires_grad_(True))
+    assert "but all are trained" in told
+    assert "lora_A" not in told
+
+
+def test_a_pattern_that_matches_nothing_names_a_few_weights():
+    told = refusal(lora(), include_frozen="nothing*")
+    assert re.search(r"Its frozen ones are .*embed_tokens.weight, \S+, \S+ and 18 more\.$", told)
 
 
 def test_a_model_that_does_not_call_its_frozen_layers():
@@ -531,5 +621,5 @@ def test_a_model_that_does_not_call_its_frozen_layers():
         include_frozen=("out_proj.weight",),
     )
     x = torch.randn(3, 2, 4)
-    with pytest.raises(RuntimeError, match="No frozen layer that include_frozen names was called"):
+    with pytest.raises(RuntimeError, match="No frozen layer that takes noise was called"):
         model(x, x, x)[0].sum().backward()

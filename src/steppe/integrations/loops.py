@@ -18,7 +18,7 @@ OPTIONS = ("seed", "exclude", "include_frozen", "on_incomplete", "passes_over", 
 
 NAMES = (
     *("sgd", "rwp", "arwp", "m_rwp", "m_arwp", "sam", "asam"),
-    *("msam", "lpf_sgd", "antithetic_rwp", "flat_lora"),
+    *("msam", "lpf_sgd", "antithetic_rwp", "flat_lora", "m_flat_lora"),
 )
 
 
@@ -44,6 +44,9 @@ def named(method: Method | str) -> Method:
             raise ValueError(
                 f"Write the options of a method as name=value, as in arwp:ratio=0.1; got {pair!r}."
             ) from None
+    if name == "m_flat_lora":  # Python writes it mixed(flat_lora())
+        mixing = {key: values.pop(key) for key in ("lam", "same_batch") if key in values}
+        return methods.mixed(methods.flat_lora(**values), **mixing)
     made: Method = getattr(methods, name)(**values)
     return made
 

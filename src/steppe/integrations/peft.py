@@ -37,12 +37,10 @@ def low_rank_parts(model: nn.Module, *, strict: bool = True) -> dict[nn.Module, 
             others.append(f"{name} uses {', '.join(sorted(kinds))}")
         elif isinstance(module, BaseTunerLayer):
             others.append(f"{name} is {type(module).__module__.split('.')[2]}")
-    if strict and (others or not found):
+    if strict and others:
         raise ValueError(
-            f"flat_lora() perturbs W + s B A, the merged weight of plain LoRA, but "
-            f"{others[0] if others else 'the model has no LoRA layer'}. Use "
-            "LoraConfig(use_dora=False) without another variant; frozen linear layers of other models "
-            "take steppe.rwp() with attach(..., include_frozen=(...))."
+            f"flat_lora() perturbs W + s B A, the merged weight of plain LoRA, but {others[0]}. Use LoraConfig "
+            "without a variant (such as use_dora), or steppe.rwp(), which perturbs what is trained."
         )
     return found
 

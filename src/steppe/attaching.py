@@ -167,20 +167,18 @@ def perturbed(
         module.reshard()
     names = parameter_names(model)
     patterns = _checked(exclude, names)
-    chosen = [
-        (known[0], param)
-        for param, known in names.items()
-        if param.is_floating_point() and not _excluded(known, patterns)
-    ]
+    floating = {p: known for p, known in names.items() if p.is_floating_point()}
+    chosen = [(known[0], p) for p, known in floating.items() if not _excluded(known, patterns)]
     if not chosen:
-        raise ValueError("Nothing is left to perturb: the model has no floating-point parameter.")
+        why = f"{exclude=} leaves out every" if floating else "the model has no"
+        raise ValueError(f"Nothing is left to perturb: {why} floating-point parameter.")
     weights = Weights(chosen, None, Shards(model))
     draw = Draw(int(seed), 0, sign=math.copysign(1.0, ratio))
     try:
+        weights.save()  # for a ratio of 0 too: a second block inside is refused all the same
         if ratio != 0:
-            weights.save()
             weights.add_noise(draw, abs(ratio) * weights.norms_per_entry())
-            weights.watch()
+        weights.watch()
         yield
     except BaseException:
         weights.restore(quiet=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,8 +94,9 @@ def ensemble(
 
         def row(number: int) -> Tensor:
             nonlocal sums
-            begin, strength = time.perf_counter(), ratio if number else 0.0
-            with perturbed(replica.model, seed=(seed << 32) + number, ratio=strength, exclude=out):
+            begin, draw = time.perf_counter(), (seed << 32) + number
+            noise = perturbed(replica.model, seed=draw, ratio=ratio, exclude=out)
+            with noise if number else nullcontext():
                 logs = mean = _log_probabilities(replica)
             seconds[min(number, 1)] += time.perf_counter() - begin
             if number:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -236,6 +237,34 @@ class Tokens(nn.Module):
 def test_ignored_targets_count_neither_as_right_nor_as_wrong():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 5), nn.Flatten(1), nn.Unflatten(1, (4, 5)))
+class Named(nn.Module):
+    """A classifier that gives its logits by name, as those of transformers do."""
+
+    def __init__(self, inner, kind):
+        super().__init__()
+        self.inner, self.kind = inner, kind
+
+    def forward(self, x):
+        return self.kind(logits=self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [dict, types.SimpleNamespace])
+def test_logits_that_have_a_name_are_found(kind):
+    model, data = settled_net("conv")
+    plain = Problem(model, F.cross_entropy, data)
+
+    def loss(output, y):
+        return F.cross_entropy(output["logits"] if kind is dict else output.logits, y)
+
+    named = Problem(Named(model, kind), loss, data)
+    changes = [Rounding(3), WeightNoise(0.3)]
+    one, other = (robustness(p, changes, draws=2) for p in (plain, named))
+    torch.testing.assert_close(one.values, other.values, rtol=0, atol=0, equal_nan=True)
+    assert one.noise_borne() == other.noise_borne()
+    one, other = (ensemble(p, ratio=0.2, samples=2) for p in (plain, named))
+    assert torch.equal(one.averaged, other.averaged)
+
+
     model.append(nn.Linear(5, 5))
     model.forward = lambda x: nn.Sequential.forward(model, x).transpose(1, 2)
     x = torch.randint(5, (8, 4))

@@ -333,4 +333,13 @@ def test_a_result_reads_in_words_and_draws_itself():
     assert "| 50 % pruned, global |" in result.table("markdown")
     titles = [axis.get_title() for axis in result.plot().axes]
     assert titles[:3] == ["bits, per filter", "bits, per tensor", "share pruned, per tensor"]
-    assert len(titles) == 8
+    assert "share pruned, 2:4" in titles
+    assert len(titles) == 9
+
+
+def test_a_change_of_one_size_has_a_panel_too():
+    only = robustness(conv_problem(), [Rounding(4)])
+    (axis,) = only.plot().axes
+    assert (axis.get_title(), len(axis.get_lines()[0].get_xdata())) == ("bits, per filter", 1)
+    with pytest.raises(ValueError, match="nothing to draw: no change was measured"):
+        robustness(conv_problem(), []).plot()

@@ -82,8 +82,9 @@ def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
     words = " ".join(Checker(made).words)
     assert "Test accuracy after compression, and the difference to SGD [interval]" in words
     section = made[made.index('id="robustness"') : made.index('id="landscapes"')]
-    # Rounding and pruning in two ways, noise on weights and inputs, blur and contrast.
-    assert section.count("<figure>") == 8
+    # Rounding and pruning in two ways, 2:4, noise on weights and inputs, blur and contrast.
+    assert section.count("<figure>") == 9
+    assert "Share pruned, 2:4." in section
     assert "Measured on 48 samples" in section
     stored = list(gathered.every("robustness").values())
     assert [len(results) for results in stored] == [2] * 3

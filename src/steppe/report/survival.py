@@ -14,6 +14,7 @@ Curves = dict[str, list[Point]]
 AXES = {
     "rounding": "bits",
     "pruning": "share pruned",
+    "2:4 pruning": "share pruned, 2:4",
     "weight noise": "weight noise, ratio",
     "input noise": "input noise, standard deviations",
     "blur": "blur, pixels",
@@ -64,7 +65,7 @@ def survival_curves(group: Sequence[Robustness], accuracy: bool = True) -> dict[
                     curves[panel] = [(UNCHANGED[kind], *_middle(group, s, 0, accuracy))]
                 point = (first.sizes[c], *_middle(group, s, c, accuracy))
                 curves.setdefault(panel, []).append(point)
-        found[statistics] = {panel: sorted(p) for panel, p in curves.items() if len(p) > 1}
+        found[statistics] = {panel: sorted(points) for panel, points in curves.items()}
     return found
 
 

@@ -177,7 +177,7 @@ def test_the_sentence_says_what_was_gained_where(found):
         survival_sentence(made_up(found, gains))
     )
     nothing = survival_sentence(made_up(found, {"A": [0] * 5}))
-    assert "no significant difference to SGD (minimum detectable difference 0." in nothing
+    assert "no significant difference from SGD (minimum detectable difference 0." in nothing
     few = survival_sentence(made_up(found, {"A": [0] * 5}, seeds=3))
     assert few == "After compression: too few seeds for a verdict (3; 5 are needed)."
     whole = made_up(found, {"A": [0, 0, 3, 0, 8]})

@@ -80,7 +80,7 @@ def test_the_table_and_the_sentence_are_the_comparisons_own(gathered):
 def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
     made = page(gathered)
     words = " ".join(Checker(made).words)
-    assert "Test accuracy after compression, and the difference to SGD [interval]" in words
+    assert "Test accuracy after compression, and the difference from SGD [interval]" in words
     section = made[made.index('id="robustness"') : made.index('id="landscapes"')]
     # Rounding and pruning in two ways, 2:4, noise on weights and inputs, blur and contrast.
     assert section.count("<figure>") == 9
@@ -233,7 +233,8 @@ def test_one_seed_a_diverged_row_and_a_metric_that_should_be_low(in_lab, tmp_pat
     assert run(["compare", "sgd", "rwp:ratio=.1", "sgd:lr=1e30", *quick, "--out", "d.json"]) == 0
     made = page(Gathered(find_comparison(["d.json"], tmp_path / "runs"), ["d.json"]))
     words = " ".join(Checker(made).words)
-    assert "Test rmse of the final model (lower is better)" in words
+    assert "Test RMSE of the final model (lower is better)" in words
+    assert "Test rmse" not in words
     assert "Diverged: SGD (lr 1e+30) in 1 of 1 seeds." in words
     assert "nan" not in re.findall(r"[a-z]+", words.lower())
     assert not re.search(r'[ "](nan|inf)[ "]', made)

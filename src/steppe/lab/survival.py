@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from steppe.lab.compression import CHANGES, RECALIBRATION, name_of
-from steppe.lab.sentences import interval_words, metric_digits, verdict_words
+from steppe.lab.sentences import interval_words, metric_digits, shown_metric, verdict_words
 from steppe.lab.specs import LARGE
 from steppe.lab.statistics import ENOUGH, Difference, compare_all, mean_std
 from steppe.lab.tables import Table, join_words, signed
@@ -61,7 +61,7 @@ def survival_cells(comparison: Comparison) -> list[Cell]:
 
 
 def survival_table(comparison: Comparison) -> Table | None:
-    """One row per method: the deciding metric after each change and its difference to the baseline.
+    """One row per method: the deciding metric after each change and its difference from the baseline.
 
     None where it was not measured.
     """
@@ -83,8 +83,8 @@ def survival_table(comparison: Comparison) -> Table | None:
                 mean = f"{mean_std(cell.values)[0]:.{digits}f}"
                 shown.append(f"{mean}{gain}" if cell.values else "diverged")
             rows.append((row.label, *([way] if several else []), *shown))
-    base, metric = comparison.baseline.label, comparison.example.metric
-    title = f"Test {metric} after compression, and the difference to {base} [interval]"
+    base, metric = comparison.baseline.label, shown_metric(comparison.example.metric)
+    title = f"Test {metric} after compression, and the difference from {base} [interval]"
     return Table(header, tuple(rows), title, _notes(comparison, several))
 
 
@@ -110,12 +110,13 @@ def survival_sentence(comparison: Comparison) -> str:
         if not said:
             least = max(difference.smallest for _, difference in here)
             said = [
-                f"no significant difference to {base} "
+                f"no significant difference from {base} "
                 f"(minimum detectable difference {least:.{digits}f})"
             ]
         parts.append((f"BatchNorm {way}: " if len(ways) > 1 else "") + "; ".join(said))
     unit = f", in {comparison.example.unit}" if comparison.example.unit else ""
-    verdicts = f"After compression (test {comparison.example.metric}{unit}): {'. '.join(parts)}."
+    metric = shown_metric(comparison.example.metric)
+    verdicts = f"After compression (test {metric}{unit}): {'. '.join(parts)}."
     return f"{verdicts} {_damage(every, comparison, digits)}"
 
 
@@ -154,7 +155,7 @@ def _damage(cells: list[Cell], comparison: Comparison, digits: int) -> str:
     base = comparison.baseline.label
     hardest = min(map(name_of, CHANGES), key=lambda change: sign * moved[base, change])
     each = [f"{signed(moved[r.label, hardest], digits)} ({r.label})" for r in comparison.rows]
-    metric = comparison.example.metric
+    metric = shown_metric(comparison.example.metric)
     return f"The change itself moves each method's own {metric}, {_at(hardest)}, by {join_words(each)}."
 
 

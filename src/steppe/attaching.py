@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from steppe.distributed import AscentOf, Asked, Noise, PassesOver, Shards, find_
 from steppe.frozen import FrozenLinear, find_frozen
 from steppe.hooks import Hooks
 from steppe.methods import Method
-from steppe.noise import Draw
+from steppe.noise import Draw, check_seed
 from steppe.perturber import Perturber
 from steppe.schedules import check_nonnegative, check_number
 from steppe.standins import ASKS, ScalerAsks, attached
@@ -310,8 +309,7 @@ def _check_model_and_seed(model: object, seed: object) -> None:
             f"model must be a torch.nn.Module, got {_kind(model)}. The order is attach(model, optimizer, "
             "method)."
         )
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed must be an int, got {seed!r}.")
+    check_seed(seed)
 
 
 def _check_kinds(

@@ -17,7 +17,8 @@ from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 from steppe.attaching import perturbed
-from steppe.schedules import check_number
+from steppe.noise import check_seed
+from steppe.schedules import check_nonnegative, check_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,6 +35,9 @@ class Ensemble(Result):
     ratio: float
     seed: int
     seconds: tuple[float, float]
+
+    def __str__(self) -> str:
+        return self.table()
 
     def table(self, form: Literal["text", "markdown", "csv"] = "text") -> str:
         """The single model, the mean over single draws, and the ensemble, each with its cost."""
@@ -80,7 +84,9 @@ def ensemble(
         [0.3133, 1.0, 0.2689]
     """
     check_problem(problem)
+    check_nonnegative("ratio", ratio)
     check_number("samples", samples, whole=True)
+    check_seed(seed)
     if problem.bn == "recalibrate":
         raise ValueError(
             'ensemble() does not take bn="recalibrate": an ensemble that is deployed has the stored '

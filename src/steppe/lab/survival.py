@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from steppe.analysis.robustness_result import moved_words
 from steppe.lab.compression import CHANGES, RECALIBRATION, name_of
 from steppe.lab.sentences import interval_words, metric_digits, shown_metric, verdict_words
 from steppe.lab.specs import LARGE
 from steppe.lab.statistics import ENOUGH, Difference, compare_all, mean_std
 from steppe.lab.tables import Table, join_words, signed
+from steppe.schedules import RISE
 
 if TYPE_CHECKING:
     from steppe.lab.comparison import Comparison, Row
@@ -68,7 +70,7 @@ def survival_table(comparison: Comparison) -> Table | None:
     cells = survival_cells(comparison)
     if not cells:
         return None
-    digits = _digits(comparison)
+    digits = cell_digits(comparison)
     ways = list(dict.fromkeys(cell.statistics for cell in cells))
     several = len(ways) > 1
     short = [name_of(change).partition(",")[0] for change in CHANGES]
@@ -97,7 +99,7 @@ def survival_sentence(comparison: Comparison) -> str:
     n = min(difference.n for _, difference in cells)
     if n < ENOUGH:
         return f"After compression: too few seeds for a verdict ({n}; {ENOUGH} are needed)."
-    base, digits = comparison.baseline.label, _digits(comparison)
+    base, digits = comparison.baseline.label, cell_digits(comparison)
     ways = list(dict.fromkeys(cell.statistics for cell, _ in cells))
     parts = []
     for way in ways:
@@ -159,7 +161,7 @@ def _damage(cells: list[Cell], comparison: Comparison, digits: int) -> str:
     return f"The change itself moves each method's own {metric}, {_at(hardest)}, by {join_words(each)}."
 
 
-def _digits(comparison: Comparison) -> int:
+def cell_digits(comparison: Comparison) -> int:
     """One for metrics in per cent: a table of many cells has no room for more."""
     return 1 if comparison.example.unit else metric_digits(comparison)
 
@@ -181,8 +183,28 @@ def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:
             f" Recalibrated: BatchNorm statistics recomputed after the change from up to {RECALIBRATION} "
             "training samples, augmented as in training."
         )
-    notes = (*([sentence] if sentence else []), about)
-    ours = [row.strength for row in comparison.rows if row.spec.partition(":")[0] in RANDOM]
-    if ours and "rise 0.2" not in ours:
-        notes += (f"The setting for compression is not in this table: add {LARGE}.",)
-    return notes
+    moved = _moved(comparison) if several else ""
+    return tuple(filter(None, [sentence, about, moved, _missing(comparison)]))
+
+
+def _moved(comparison: Comparison) -> str:
+    """A warning where recalibrating alone moves unchanged models; of a metric in per cent."""
+    ways, metric = ("recalibrated", "as is"), comparison.example.metric
+    shifts = {}
+    for row in comparison.rows if comparison.example.unit else ():
+        found = [[r.compressed[way][UNCHANGED][metric] for way in ways] for r in row.finished]
+        shifts[row.label] = mean_std([fresh - as_is for fresh, as_is in found])[0] / 100
+    return moved_words(shifts)
+
+
+def _missing(comparison: Comparison) -> str:
+    """Our methods stand here with two settings, the default (or the tuned one) and a rise of 0.2."""
+    named = [(row.spec.partition(":")[0], row) for row in comparison.rows]
+    ours = [(name, row) for name, row in named if name in RANDOM]
+    default = f"rise {RISE:g}"
+    usual = {name for name, row in ours if row.chosen != "given" or row.strength == default}
+    absent = list(dict.fromkeys(name for name, _ in ours if name not in usual))
+    if ours and not any(row.strength == "rise 0.2" for _, row in ours):
+        absent.append(LARGE)
+    said = "Not in this table: the default (for safety) or the setting for compression. Add"
+    return f"{said} {join_words(absent)}." if absent else ""

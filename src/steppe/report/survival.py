@@ -25,6 +25,14 @@ UNCHANGED = {kind: 0.0 for kind in AXES if kind != "rounding"} | {"contrast": 1.
 BACKWARDS = ("bits", "contrast")
 """Changes that are the stronger the smaller their number."""
 
+
+def unchanged_at(panel: str) -> float | None:
+    """The size at which a panel shows the unchanged model."""
+    return next(
+        (UNCHANGED.get(kind) for kind, axis in AXES.items() if panel.startswith(axis)), None
+    )
+
+
 Groups = Mapping[int, Sequence[Robustness]]
 """Results by the number of their row."""
 

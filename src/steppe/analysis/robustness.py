@@ -144,13 +144,9 @@ class _Bench:
     def _try_recalibrating(self) -> None:
         """Say what keeps it from working before anything is measured."""
         if not self.norms:
-            bn = self.replica.problem.bn
-            why = f'bn="{bn}" uses none' if self.replica.norms else "the model has none"
-            warnings.warn(
-                f"recalibrate= does nothing: it recomputes stored statistics, and {why}.",
-                stacklevel=3,
-            )
-            return
+            why = 'bn="batch" uses none' if self.replica.norms else "the model has none"
+            said = f"recalibrate= does nothing: it recomputes stored statistics, and {why}."
+            return warnings.warn(said, stacklevel=4)
         try:
             recompute_norm_stats(self.replica.model, self.batches[:1])
         except Exception as error:
@@ -230,11 +226,10 @@ def _changed_names(problem: Problem, include: Included) -> list[str]:
 
 def _first(batches: Iterable[Any], samples: int) -> list[Any]:
     """As many batches as hold so many samples."""
-    if isinstance(batches, Tensor | Dataset) or not isinstance(batches, Iterable):
-        of = " of single samples" if isinstance(batches, Tensor | Dataset) else ""
+    if (single := isinstance(batches, Tensor | Dataset)) or not isinstance(batches, Iterable):
+        got = f"{type(batches).__name__}{' of single samples' * single}"
         raise TypeError(
-            f"recalibrate takes batches, got a {type(batches).__name__}{of}. Give it a DataLoader, or "
-            "tensor.split(64)."
+            f"recalibrate takes batches, got a {got}. Give it a DataLoader, or tensor.split(64)."
         )
     found: list[Any] = []
     for batch in batches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -17,10 +18,6 @@ from steppe.schedules import check_number, check_share
 METRICS = ("loss", "accuracy", "ece")
 MOVED = 0.005
 """Recalibrating alone should move the accuracy of the unchanged model by less than this."""
-CHECK = (
-    "Compare recalibrated numbers with the recalibrated unchanged model, and check that the batches come "
-    "from the training pipeline with its augmentation."
-)
 BORNE = (
     "Largest ratio of weight noise at which the mean accuracy falls by at most one point, with 95 % "
     "confidence over draws"
@@ -30,8 +27,12 @@ BORNE = (
 def moved_words(shifts: Mapping[str, float]) -> str:
     """A warning where recalibrating alone moves unchanged models, by name, too far; else empty."""
     far = [f"{name} {100 * by:+.2f}".strip() for name, by in shifts.items() if abs(by) > MOVED]
-    moved = f"Recalibrating alone moves the unchanged model by {', '.join(far)} points."
-    return f"{moved} {CHECK}" if far else ""
+    said = (
+        f"Recalibrating alone moves the unchanged model by {', '.join(far)} points. Compare recalibrated "
+        "numbers with the recalibrated unchanged model, and check that the batches come from the training "
+        "pipeline with its augmentation."
+    )
+    return said if far else ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -182,8 +183,7 @@ class Robustness(Result):
             over = f"{self.draws} draw{'s' * (self.draws > 1)} taken with both signs"
             said.append(f"Noise: mean ± standard deviation over {over}.")
         if borne := self.borne:
-            each = ", ".join(f"{ratio:g} {way}" for way, ratio in borne.items())
-            said.append(f"{BORNE}: {each if len(borne) > 1 else next(iter(borne.values()))}.")
+            said.append(f"{BORNE}: {', '.join(f'{r:g} {way}' for way, r in borne.items())}.")
         if "recalibrated" in self.statistics:
             said.append(self._recalibration_words())
         elif self.norms and self.statistics == ("as is",):
@@ -194,28 +194,22 @@ class Robustness(Result):
     def _recalibration_words(self) -> str:
         shift = self.recalibration_shift
         said = f"Recalibrated from {self.recalibration_samples} training samples after the change."
-        if not math.isnan(shift):
+        if abs(shift) <= MOVED:
             said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
-        return f"{said} {CHECK}" if abs(shift) > MOVED else said
+        return f"{said} {moved_words({'': shift})}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Settings, noise borne, and for each change its metrics by name and BatchNorm's statistics."""
-        means, spreads = ({m: self._over_draws(m, of) for m in METRICS} for of in (_mean, _std))
-
-        def measured(s: int, c: int) -> dict[str, Any]:
-            draws = self.values[:, s, c, : self.counts[c]]
-            return {
-                name: {"mean": means[name][s, c], "spread": spreads[name][s, c], "draws": draws[m]}
-                for m, name in enumerate(METRICS)
-            }
-
-        changes = [
-            {"label": label, **{way: measured(s, c) for s, way in enumerate(self.statistics)}}
-            for c, label in enumerate(self.labels)
-        ]
-        found = {**super().to_dict(), "noise_borne": self.borne, "changes": plain(changes)}
-        del found["values"]
-        return found
+        changes: list[dict[str, Any]] = [{"label": label} for label in self.labels]
+        for m, name in enumerate(METRICS):
+            mean, spread = self._over_draws(name, _mean), self._over_draws(name, _std)
+            for (c, change), (s, way) in product(enumerate(changes), enumerate(self.statistics)):
+                draws = self.values[m, s, c, : self.counts[c]]
+                found = {"mean": mean[s, c], "spread": spread[s, c], "draws": draws}
+                change.setdefault(way, {})[name] = plain(found)
+        whole = {**super().to_dict(), "noise_borne": self.borne, "changes": changes}
+        del whole["values"]
+        return whole
 
     def _over_draws(self, metric: str, number: Callable[[Tensor], Tensor]) -> Tensor:
         if metric not in METRICS:

@@ -135,9 +135,7 @@ class Findings:
             for setting, part in itertools.product(self.study.settings, JUDGED)
             for pair in [*self._gains(setting, part), *asked(setting)]
         ]
-        beside = [
-            claim for setting in self.study.settings for claim in survival_claims(setting, BESIDE)
-        ]
+        beside = [c for each in self.study.settings for c in survival_claims(each, BESIDE)]
         found: dict[Claim, Difference] = {}
         for family in (primary, others, beside):
             known = {c: values for c in family if c not in found and (values := self.pairs(c))}

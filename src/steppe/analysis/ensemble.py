@@ -36,9 +36,6 @@ class Ensemble(Result):
     seed: int
     seconds: tuple[float, float]
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self, form: Literal["text", "markdown", "csv"] = "text") -> str:
         """The single model, the mean over single draws, and the ensemble, each with its cost."""
         from steppe.lab.tables import Table
@@ -59,6 +56,8 @@ class Ensemble(Result):
         )
         header = ("prediction", "NLL", "accuracy %", "ECE %", "forwards")
         return Table(header, tuple(lines), notes=(note,)).render(form)
+
+    __str__ = table
 
 
 def ensemble(

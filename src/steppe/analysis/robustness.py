@@ -258,13 +258,10 @@ def _check(problem: Problem, changes: Sequence[Change], include: str) -> None:
     for change in changes:
         if not isinstance(change, Change):
             raise TypeError(f"changes must be such as Rounding(4) or Pruning(0.5), got {change!r}.")
-        wanted = ""
-        if isinstance(change, Blur | Contrast) and not _are_images(x):
-            wanted = "images (n, channels, height, width)"
-        elif isinstance(change, InputNoise) and not x.is_floating_point():
-            wanted = "inputs of real numbers"
-        if wanted:
-            raise ValueError(
-                f"{change} needs {wanted}, got x of shape {tuple(x.shape)} ({x.dtype}). "
-                "Leave it out."
-            )
+        for kinds, fits, wanted in (
+            (Blur | Contrast, _are_images(x), "images (n, channels, height, width)"),
+            (InputNoise, x.is_floating_point(), "inputs of real numbers"),
+        ):
+            if isinstance(change, kinds) and not fits:
+                got = f"x of shape {tuple(x.shape)} ({x.dtype})"
+                raise ValueError(f"{change} needs {wanted}, got {got}. Leave it out.")

@@ -76,9 +76,6 @@ class Robustness(Result):
         """Each change in words."""
         return tuple(map(words, self.kinds, self.sizes, self.schemes))
 
-    def __str__(self) -> str:
-        return self.table()
-
     def place(self, change: Change) -> int | None:
         """The number of a change in this result; None if it was not measured."""
         if not isinstance(change, Change):
@@ -169,6 +166,8 @@ class Robustness(Result):
         ]
         return Table(tuple(header), tuple(lines), notes=self.notes()).render(form)
 
+    __str__ = table
+
     def notes(self) -> tuple[str, ...]:
         """What a reader of the table must know."""
         o = self.origin
@@ -185,18 +184,16 @@ class Robustness(Result):
         if borne := self.borne:
             said.append(f"{BORNE}: {', '.join(f'{r:g} {way}' for way, r in borne.items())}.")
         if "recalibrated" in self.statistics:
-            said.append(self._recalibration_words())
+            shift, count = self.recalibration_shift, self.recalibration_samples
+            moved = f"Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
+            moved = moved_words({"": shift}) or moved * (not math.isnan(shift))
+            said.append(
+                f"Recalibrated from {count} training samples after the change. {moved}".strip()
+            )
         elif self.norms and self.statistics == ("as is",):
             more = "training batches (recalibrate=) show them recalibrated"
             said.append(f"BatchNorm statistics as stored; {more}.")
         return tuple(said)
-
-    def _recalibration_words(self) -> str:
-        shift = self.recalibration_shift
-        said = f"Recalibrated from {self.recalibration_samples} training samples after the change."
-        if abs(shift) <= MOVED:
-            said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
-        return f"{said} {moved_words({'': shift})}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Settings, noise borne, and for each change its metrics by name and BatchNorm's statistics."""

@@ -87,7 +87,7 @@ def survival_table(comparison: Comparison) -> Table | None:
             rows.append((row.label, *([way] if several else []), *shown))
     base, metric = comparison.baseline.label, shown_metric(comparison.example.metric)
     title = f"Test {metric} after compression, and the difference from {base} [interval]"
-    return Table(header, tuple(rows), title, _notes(comparison, several))
+    return Table(header, tuple(rows), title, _notes(comparison, cells))
 
 
 def survival_sentence(comparison: Comparison) -> str:
@@ -171,40 +171,34 @@ def _at(change: str) -> str:
     return f"with {short}" if "pruned" in short else f"at {short}"
 
 
-def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:
+def _notes(comparison: Comparison, cells: list[Cell]) -> tuple[str, ...]:
     sentence = survival_sentence(comparison)
     about = (
         "Weights of two or more dimensions without embeddings: rounded to nearest, symmetric, one scale "
         "per filter, 2^bits - 1 levels (2 bits would be three); or the smallest of each tensor set to zero. Differences are paired by seed, with "
         "t-intervals at the level of Holm's test over all cells of this table."
     )
-    if several:
+    if len({cell.statistics for cell in cells}) > 1:
         about += (
             f" Recalibrated: BatchNorm statistics recomputed after the change from up to {RECALIBRATION} "
             "training samples, augmented as in training."
         )
-    moved = _moved(comparison) if several else ""
+    same = [c for c in cells if c.change == UNCHANGED and comparison.example.unit]
+    means = {(c.row.label, c.statistics): mean_std(c.values)[0] / 100 for c in same}
+    fresh = {name: mean for (name, way), mean in means.items() if way == "recalibrated"}
+    moved = moved_words({name: mean - means[name, "as is"] for name, mean in fresh.items()})
     return tuple(filter(None, [sentence, about, moved, _missing(comparison)]))
-
-
-def _moved(comparison: Comparison) -> str:
-    """A warning where recalibrating alone moves unchanged models; of a metric in per cent."""
-    ways, metric = ("recalibrated", "as is"), comparison.example.metric
-    shifts = {}
-    for row in comparison.rows if comparison.example.unit else ():
-        found = [[r.compressed[way][UNCHANGED][metric] for way in ways] for r in row.finished]
-        shifts[row.label] = mean_std([fresh - as_is for fresh, as_is in found])[0] / 100
-    return moved_words(shifts)
 
 
 def _missing(comparison: Comparison) -> str:
     """Our methods stand here with two settings, the default (or the tuned one) and a rise of 0.2."""
-    named = [(row.spec.partition(":")[0], row) for row in comparison.rows]
-    ours = [(name, row) for name, row in named if name in RANDOM]
-    default = f"rise {RISE:g}"
-    usual = {name for name, row in ours if row.chosen != "given" or row.strength == default}
-    absent = list(dict.fromkeys(name for name, _ in ours if name not in usual))
-    if ours and not any(row.strength == "rise 0.2" for _, row in ours):
+    ours: dict[str, set[str]] = {}
+    for row in comparison.rows:
+        how = row.strength if row.chosen == "given" else f"rise {RISE:g}"
+        ours.setdefault(row.spec.partition(":")[0], set()).update((row.strength, how))
+    ours = {name: ours[name] for name in ours if name in RANDOM}
+    absent = [name for name, found in ours.items() if f"rise {RISE:g}" not in found]
+    if ours and not any("rise 0.2" in found for found in ours.values()):
         absent.append(LARGE)
     said = "Not in this table: the default (for safety) or the setting for compression. Add"
     return f"{said} {join_words(absent)}." if absent else ""

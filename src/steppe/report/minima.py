@@ -81,11 +81,9 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
     # Methods must share the samples of a seed, seeds may differ.
     said = [origin_words(same_seed) for same_seed in zip(*groups.values(), strict=True)]
     origin = next((words for words in said if words.startswith("Not")), said[0])
-    shifts = {
-        gathered.rows[index].label: mean_std([r.recalibration_shift for r in group])[0]
-        for index, group in groups.items()
-    }
-    notes = filter(None, [_borne(gathered, groups), moved_words(shifts), about, origin])
+    shifts = {i: mean_std([r.recalibration_shift for r in of])[0] for i, of in groups.items()}
+    moved = moved_words({gathered.rows[i].label: shift for i, shift in shifts.items()})
+    notes = filter(None, [_borne(gathered, groups), moved, about, origin])
     return legend(gathered, groups) + columns(drawn) + note(*notes)
 
 

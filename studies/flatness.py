@@ -22,7 +22,7 @@ FEWEST = 10
 """Models below which no correlation is shown."""
 AS_IS = ", as is"
 LOSSES = tuple(f"{change}{way}" for way in ("", AS_IS) for change in CHANGES)
-"Changes, with BatchNorm's statistics recomputed after them and as training left them."
+"""Changes, with BatchNorm's statistics recomputed after them and as training left them."""
 Correlations = dict[str, dict[str, dict[str, float]]]
 """By place (with its n), measure and change."""
 TITLE = "Is it flatness?"
@@ -39,10 +39,9 @@ def correlations(found: Sequence[Findings]) -> Correlations:
     for place, findings, setting in places(found):
         models = _models(findings, setting)
         known = set.intersection(*map(set, models)) if models else set()
+        lost = [change for change in LOSSES if change in known]
         ranked = {
-            name: {
-                change: _spearman(models, measure, change) for change in LOSSES if change in known
-            }
+            name: {change: _spearman(models, measure, change) for change in lost}
             for measure, name in MEASURES.items()
             if measure in known
         }

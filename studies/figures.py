@@ -1,16 +1,14 @@
 """The figures: one for each primary question."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from steppe.lab.statistics import Difference
+from steppe.lab.statistics import Difference, mean_std
 from steppe.report.canvas import error_bars, marked_style, panels, shared_legend
 from studies.comparisons import MARGIN, MATCH, RANDOM_GAINS, compared, places, trial_gains
-from studies.definitions import FEW
-from studies.findings import CHANGES, OURS, UNCHANGED, Findings
+from studies.definitions import FEW, LARGE
+from studies.findings import BESIDE, CHANGES, UNCHANGED, Findings
 
 OVERFIT = 5.0
 """Points from training to test accuracy from which on a baseline overfits."""
@@ -82,16 +80,21 @@ def survival_figure(found: Sequence[Findings]) -> Figure:
     shown = []
     for place, findings, setting in places(found):
         rows = {}
-        for name in map(setting.called, (*FEW[:2], *OURS)):
+        for name in map(setting.called, (*FEW[:2], *BESIDE, *LARGE)):
             row = findings.row(setting, "defaults", name)
-            means = [row.mean(after) for after in (UNCHANGED, *CHANGES)]
-            if not all(map(math.isnan, means[1:])):
-                rows[name] = means
+            scores = [list(row.scores(after).values()) for after in (UNCHANGED, *CHANGES)]
+            if any(scores[1:]):
+                rows[name] = scores
         if rows:
-            shown.append((place, rows))
+            counts = sorted({len(scores[-1]) for scores in rows.values()})
+            title = place.replace(" (", "\n(", 1)  # too long for one line
+            shown.append((f"{title}, n = {' to '.join(map(str, counts))}", rows))
     figure, axes = panels(len(shown), width=4.2, columns=2)
     for axis, (title, rows) in zip(axes, shown, strict=True):
-        _lines(axis, {name: (range(len(means)), means) for name, means in rows.items()})
+        for i, (name, scores) in enumerate(rows.items()):
+            means, spread = zip(*map(mean_std, scores), strict=True)
+            beside = [x + 0.07 * (i - len(rows) / 2) for x in range(len(scores))]
+            error_bars(axis, i, beside, means, spread, name, elinewidth=0.8)
         axis.set_xticks(range(1 + len(CHANGES)), ["unchanged", *CHANGES], fontsize="small")
         axis.set_ylabel("test accuracy, %")
         axis.set_title(title, fontsize="medium")
@@ -104,11 +107,9 @@ def transfer_figure(found: Sequence[Findings]) -> Figure:
     shown = {unit: gains for unit in UNITS if (gains := trial_gains(found, unit))}
     figure, axes = panels(len(shown), width=8.0, height=3.4, columns=1)
     for axis, (unit, gains) in zip(axes, shown.items(), strict=True):
-        clipped = {
-            place: (list(tried), [max(gain, FLOOR) for gain in tried.values()])
-            for place, tried in gains.items()
-        }
-        _lines(axis, clipped)
+        for i, (place, tried) in enumerate(gains.items()):
+            clipped = [max(gain, FLOOR) for gain in tried.values()]
+            axis.plot(list(tried), clipped, **marked_style(i), label=place)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         values = sorted({value for tried in gains.values() for value in tried})
@@ -117,8 +118,3 @@ def transfer_figure(found: Sequence[Findings]) -> Figure:
         axis.set_ylabel("validation points over the baseline")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     return figure
-
-
-def _lines(axis: Any, lines: Mapping[str, tuple[Iterable[float], Sequence[float]]]) -> None:
-    for i, (name, (x, y)) in enumerate(lines.items()):
-        axis.plot(list(x), y, **marked_style(i), label=name)

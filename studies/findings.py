@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,8 @@ UNCHANGED = "none"
 """The accuracy that was measured beside them, with the same BatchNorm statistics."""
 OURS = (*FEW[2:], *LARGE)
 """What is compared after them: the default, for safety, and the setting for compression."""
+BESIDE = ("rwp", "m-rwp")
+"""The defaults of the methods that are shown at that setting; named later, so a family of their own."""
 Pair = tuple[str, str]
 CLAIMS: dict[str, list[Pair]] = {
     "RWP improves on SGD": [("rwp", "sgd")],
@@ -126,15 +128,16 @@ class Findings:
 
     @cached_property
     def differences(self) -> dict[Claim, Difference]:
-        """All claims that have a pair of runs; Holm corrects the primary ones and the others apart."""
+        """All claims that have a pair of runs; Holm corrects the primary ones, those of `BESIDE` and the others apart."""
         primary = [claim for setting in self.study.settings for claim in primary_claims(setting)]
         others = [
             Claim(setting.name, part, *pair)
             for setting, part in itertools.product(self.study.settings, JUDGED)
             for pair in [*self._gains(setting, part), *asked(setting)]
         ]
+        beside = [c for each in self.study.settings for c in survival_claims(each, BESIDE)]
         found: dict[Claim, Difference] = {}
-        for family in (primary, others):
+        for family in (primary, others, beside):
             known = {c: values for c in family if c not in found and (values := self.pairs(c))}
             found |= zip(known, compare_all(list(known.values())), strict=True)
         return found
@@ -156,13 +159,18 @@ class Findings:
 
 def primary_claims(setting: Setting) -> Iterator[Claim]:
     """What the primary questions compare: the default strengths, and nothing tuned."""
-    sgd, sam, _, m_arwp = map(setting.called, FEW)
-    ours = map(setting.called, OURS)
+    _, sam, _, m_arwp = map(setting.called, FEW)
     tried = [setting.called(method) for method in RANDOM if method in setting.methods]
     for name in tried:
         yield Claim(setting.name, "defaults", name, setting.reference(name))
     yield Claim(setting.name, "defaults", m_arwp, sam)
-    for after, name, other in itertools.product(CHANGES, ours, (sgd, sam)):
+    yield from survival_claims(setting, OURS)
+
+
+def survival_claims(setting: Setting, methods: Sequence[str]) -> Iterator[Claim]:
+    """Methods against SGD and SAM after each change."""
+    pairs = itertools.product(map(setting.called, methods), map(setting.called, FEW[:2]))
+    for after, (name, other) in itertools.product(CHANGES, pairs):
         yield Claim(setting.name, "defaults", name, other, after)
 
 

@@ -248,7 +248,7 @@ def run_finetune(
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """By title the differences to AdamW in each cell of the study that has lines."""
+    """By title the differences from AdamW in each cell of the study that has lines."""
     records = [r for r in Lines(folder, NAME).lines.values() if not r["run"]["trial"]]
     found = {}
     for size, kind, wrong in itertools.product(SIZES, METHODS, WRONG):
@@ -262,14 +262,14 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def page(folder: Path) -> str:
-    """The study's page of evidence: differences to AdamW, paired by seed; empty without lines."""
+    """The study's page of evidence: differences from AdamW, paired by seed; empty without lines."""
     made = tables(folder)
     if not made:
         return ""
     head = (
         "A pretrained MiniLM on reviews of two domains (`python -m studies finetune`): accuracy in percent on "
         "other reviews, on tweets, and after rounding the matrices of linear layers to 4 and 3 bits; expected calibration "
-        "error on reviews. AdamW's row has means and standard deviations, the others their difference to it, "
+        "error on reviews. AdamW's row has means and standard deviations, the others their difference from it, "
         "paired by seed, with 95 % t-intervals that are not corrected for the number of comparisons. "
         "m-ARWP sees two batches a step. ARWP, m-ARWP and mixed Flat-LoRA were not run with LoRA. [Fine-tuning](../finetuning.md) says what follows."
     )

@@ -16,16 +16,20 @@ MEASURES = {
     "largest_eigenvalue": "largest eigenvalue",
     "adaptive_sharpness": "adaptive sharpness, worst case",
     "average_sharpness": "adaptive sharpness, average case",
+    "weight_norm": "weight norm",
 }
 FEWEST = 10
 """Models below which no correlation is shown."""
+AS_IS = ", as is"
+LOSSES = tuple(f"{change}{way}" for way in ("", AS_IS) for change in CHANGES)
+"""Changes, with BatchNorm's statistics recomputed after them and as training left them."""
 Correlations = dict[str, dict[str, dict[str, float]]]
 """By place (with its n), measure and change."""
 TITLE = "Is it flatness?"
 CAPTION = (
     "Spearman's rank correlation, over the final models of all methods and seeds at default strengths and "
-    "at rise 0.2, between a measure of sharpness and the points of test accuracy that a change costs. "
-    "Above 0: sharper models lose more. n is the number of models."
+    "at rise 0.2 (their number: n), between what was measured of a model and the points of test accuracy that a "
+    "change costs. Above 0: more of it, more lost. *As is*: BatchNorm statistics not recomputed."
 )
 
 
@@ -34,10 +38,12 @@ def correlations(found: Sequence[Findings]) -> Correlations:
     made: Correlations = {}
     for place, findings, setting in places(found):
         models = _models(findings, setting)
+        known = set.intersection(*map(set, models)) if models else set()
+        lost = [change for change in LOSSES if change in known]
         ranked = {
-            name: {change: _spearman(models, measure, change) for change in CHANGES}
+            name: {change: _spearman(models, measure, change) for change in lost}
             for measure, name in MEASURES.items()
-            if models and all(model.get(measure) is not None for model in models)
+            if measure in known
         }
         if len(models) >= FEWEST and ranked:
             made[f"{place}, n = {len(models)}"] = ranked
@@ -51,8 +57,13 @@ def _models(findings: Findings, setting: Setting) -> list[dict[str, float]]:
         for line in findings.row(setting, "defaults", name).lines.values():
             left = line.minima.get("robustness", {})
             if "largest_eigenvalue" in line.minima and UNCHANGED in left:
-                lost = {change: left[UNCHANGED] - left[change] for change in CHANGES}
-                models.append({**{m: line.minima.get(m) for m in MEASURES}, **lost})
+                lost = {
+                    f"{change}{way}": of[UNCHANGED] - of[change]
+                    for way, of in (("", left), (AS_IS, left.get("as is")))
+                    for change in (CHANGES if of else ())
+                }
+                has = {m: line.minima[m] for m in MEASURES if line.minima.get(m) is not None}
+                models.append({**has, **lost})
     return models
 
 
@@ -79,17 +90,17 @@ def flatness_words(made: Correlations) -> str:
 def flatness_figure(made: Correlations) -> Figure:
     """A panel for each measure, a line for each setting, a point for each change."""
     names = [name for name in MEASURES.values() if any(name in ranked for ranked in made.values())]
-    figure, axes = panels(len(names), width=3.6, share=True)
+    figure, axes = panels(len(names), width=3.6, columns=2, share=True)
     for axis, name in zip(axes, names, strict=True):
         for i, (place, ranked) in enumerate(made.items()):
             if name in ranked:
-                values = [ranked[name][change] for change in CHANGES]
+                values = [ranked[name].get(change, math.nan) for change in LOSSES]
                 axis.plot(values, **marked_style(i), label=place)
         axis.axhline(0, color="grey", linewidth=0.8)
-        axis.set_xticks(range(len(CHANGES)), CHANGES, fontsize="small")
-        axis.set_xlim(-0.5, len(CHANGES) - 0.5)
+        axis.set_xticks(range(len(LOSSES)), LOSSES, fontsize="small", rotation=90)
+        axis.set_xlim(-0.5, len(LOSSES) - 0.5)
         axis.set_ylim(-1.05, 1.05)
         axis.set_title(name, fontsize="medium")
-    axes[0].set_ylabel("rank correlation with the loss of accuracy")
+    figure.supylabel("rank correlation with the loss of accuracy", fontsize="medium")
     shared_legend(figure, axes, columns=2)
     return figure

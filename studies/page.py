@@ -42,7 +42,7 @@ hyperparameters were chosen on validation data. [How the runs are made](studies.
 PAPER = """## Against the paper
 
 Secondary. How often a claim of the paper is significantly supported or contradicted here, at default
-strengths. Its own settings (full CIFAR, ImageNet, 200 epochs) are out of reach of these machines.
+strengths.
 """
 SECONDARY = """Everything on this page is secondary, except the gains of RWP, ARWP, m-RWP and m-ARWP at default
 strengths and m-ARWP − SAM, which answer the primary questions on the page [Evidence](../evidence.md).

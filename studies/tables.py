@@ -75,7 +75,7 @@ def _what(pairs: Sequence[Pair]) -> str:
 
 
 def result_table(findings: Findings, setting: Setting, part: Part) -> Table | None:
-    """Accuracy, difference to the baseline, NLL, BatchNorm both ways, cost; None without runs."""
+    """Accuracy, difference from the baseline, NLL, BatchNorm both ways, cost; None without runs."""
     # Weight decay does not change the time: an untuned baseline serves where the tuned one cannot.
     bases = [findings.row(setting, each, setting.baseline) for each in (part, JUDGED[0])]
     rows = []

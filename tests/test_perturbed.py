@@ -100,6 +100,14 @@ def test_a_second_perturbation_is_refused_in_any_order():
                 pass
         with steppe.perturbed(mlp(), seed=0, ratio=0.5):  # another model
             pass
+    for outer, inner in ((0.5, 0), (0, 0.5), (0, 0)):  # a ratio of 0 is a perturbation too
+        with (
+            pytest.raises(RuntimeError, match="perturbed already"),
+            steppe.perturbed(model, seed=0, ratio=outer),
+            steppe.perturbed(model, seed=1, ratio=inner),
+        ):
+            pass
+    assert equal(true, weights_of(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     perturber = steppe.attach(model, optimizer, steppe.rwp(ratio=0.3))
     with steppe.perturbed(model, seed=0, ratio=0.5), pytest.raises(RuntimeError, match="already"):
@@ -162,7 +170,8 @@ def test_frozen_tied_and_odd_parameters():
 def test_what_cannot_be_perturbed_is_refused():
     for model, options, error, words in (
         (3, {"ratio": 0.1}, TypeError, "torch.nn.Module, got int"),
-        (nn.ReLU(), {"ratio": 0.1}, ValueError, "Nothing is left"),
+        (nn.ReLU(), {"ratio": 0.1}, ValueError, "the model has no floating-point parameter"),
+        (mlp(), {"ratio": 0.1, "exclude": "*"}, ValueError, r"exclude='\*' leaves out every"),
         (mlp(), {"ratio": float("nan")}, ValueError, "ratio must be finite, got nan"),
         (mlp(), {"ratio": "x"}, TypeError, "ratio must be a number, got 'x'"),
         (mlp(), {"ratio": True}, TypeError, "ratio must be a number, got True"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from steppe.distributed import AscentOf, Asked, Noise, PassesOver, Shards, find_
 from steppe.frozen import FrozenLinear, find_frozen, first_few
 from steppe.hooks import Hooks
 from steppe.methods import Method
-from steppe.noise import Draw
+from steppe.noise import Draw, check_seed
 from steppe.perturber import Perturber
 from steppe.schedules import check_nonnegative, check_number
 from steppe.standins import ASKS, ScalerAsks, attached
@@ -169,20 +168,18 @@ def perturbed(
         module.reshard()
     names = parameter_names(model)
     patterns = _checked(exclude, names)
-    chosen = [
-        (known[0], param)
-        for param, known in names.items()
-        if param.is_floating_point() and not _excluded(known, patterns)
-    ]
+    floating = {p: known for p, known in names.items() if p.is_floating_point()}
+    chosen = [(known[0], p) for p, known in floating.items() if not _excluded(known, patterns)]
     if not chosen:
-        raise ValueError("Nothing is left to perturb: the model has no floating-point parameter.")
+        why = f"{exclude=} leaves out every" if floating else "the model has no"
+        raise ValueError(f"Nothing is left to perturb: {why} floating-point parameter.")
     weights = Weights(chosen, None, Shards(model))
     draw = Draw(int(seed), 0, sign=math.copysign(1.0, ratio))
     try:
+        weights.save()  # for a ratio of 0 too: a second block inside is refused all the same
         if ratio != 0:
-            weights.save()
             weights.add_noise(draw, abs(ratio) * weights.norms_per_entry())
-            weights.watch()
+        weights.watch()
         yield
     except BaseException:
         weights.restore(quiet=True)
@@ -314,8 +311,7 @@ def _check_model_and_seed(model: object, seed: object) -> None:
             f"model must be a torch.nn.Module, got {_kind(model)}. The order is attach(model, optimizer, "
             "method)."
         )
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed must be an int, got {seed!r}.")
+    check_seed(seed)
 
 
 def _check_kinds(optimizer: object, method: object, scaler: object) -> None:

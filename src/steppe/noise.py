@@ -10,6 +10,7 @@ noise is the same whatever the number of threads, ranks or shards.
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import threading
 from collections import deque
@@ -45,6 +46,12 @@ DEVICE_BLOCK = 2**22
 
 PARALLEL_FROM = 2**17
 """Fewer weights than this are drawn by the calling thread alone."""
+
+
+def check_seed(seed: object) -> None:
+    """Raise unless it is a whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an int, got {seed!r}.")
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,8 @@ def test_contrast_keeps_the_mean_and_shrinks_the_rest():
     [
         (lambda: Rounding(1), "bits must be a whole number from 2 to 32, got 1"),
         (lambda: Rounding(4, "row"), "per must be .* got 'row'"),
-        (lambda: Pruning(1.5), "amount must be between 0 and 1, got 1.5"),
+        (lambda: Rounding(4, True), "per must be .* got True"),
+        (lambda: Pruning(1.5), r"amount must be in \[0, 1\], got 1.5"),
         (lambda: Pruning(0.5, "layer"), "scope must be .* got 'layer'"),
         (lambda: WeightNoise(-1.0), "ratio must be finite and at least 0, got -1"),
         (lambda: Blur(float("nan")), "pixels must be finite"),

@@ -101,6 +101,7 @@ def test_table_and_cost():
     result = ensemble(net_problem(), ratio=0.2, samples=4)
     table = result.table()
     assert "average of 4 draws" in table
+    assert str(result) == table
     assert "single model" in table
     assert min(result.seconds) > 0
     assert result.table("csv").count("\n") >= 3
@@ -111,6 +112,12 @@ def test_what_cannot_be_averaged_is_refused():
     wrong = Problem(nn.Linear(2, 1), F.mse_loss, (x, x[:, :1]))
     with pytest.raises(ValueError, match="averages probabilities of classes"):
         ensemble(wrong)
+    with pytest.raises(TypeError, match="ratio must be a number, got 'a'"):
+        ensemble(net_problem(), ratio="a")
+    with pytest.raises(ValueError, match="ratio must be finite and at least 0, got -1"):
+        ensemble(net_problem(), ratio=-1)
+    with pytest.raises(TypeError, match="seed must be an int, got 'a'"):
+        ensemble(net_problem(), seed="a")
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         ensemble(net_problem(), samples=0)
     with pytest.raises(ValueError, match='bn="eval"'):

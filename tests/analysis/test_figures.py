@@ -118,11 +118,9 @@ def test_robustness_has_a_line_a_name(problems, tmp_path):
     changes = [Rounding(8), Rounding(2), Pruning(0.5), TwoOfFour()]
     sgd, rwp = (robustness(problem, changes) for problem in problems.values())
     figure = written(figures.robustness_figure({"SGD": sgd, "RWP": rwp}), tmp_path)
-    bits, pruned = figure.axes
-    assert (bits.get_title(), pruned.get_title()) == (
-        "bits, per filter",
-        "share pruned, per tensor",
-    )
+    bits, pruned, fours = figure.axes
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["bits, per filter", "share pruned, per tensor", "share pruned, 2:4"]
     assert bits.xaxis_inverted()
     first, second = pruned.containers
     assert first.get_label() == "SGD"
@@ -130,5 +128,5 @@ def test_robustness_has_a_line_a_name(problems, tmp_path):
     assert (start[0], half[0]) == (0, 0.5)  # the unchanged model, and half pruned
     assert half[1] == pytest.approx(100 * sgd.accuracy[0, 3].item())
     assert end[1] == pytest.approx(100 * rwp.accuracy[0, 3].item())
-    with pytest.raises(ValueError, match="no change was measured at two sizes"):
-        figures.robustness_figure(robustness(problems["RWP"], [TwoOfFour()]))
+    half = fours.containers[0][0].get_xydata()[1]
+    assert half.tolist() == [0.5, pytest.approx(100 * sgd.accuracy[0, 4].item())]

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from steppe.analysis import (
     Result,
     Rounding,
     WeightNoise,
+    ensemble,
     robustness,
 )
 from steppe.analysis.robustness import changed_weights
+from steppe.analysis.robustness_result import moved_words
 
 from .known import settled_net
 
@@ -98,6 +101,12 @@ def test_the_noise_that_is_borne_lies_below_where_the_margin_is_lost():
     assert result.noise_borne(drop=-0.01) == 0.0
     with pytest.raises(ValueError, match="at least 2 draws, got 1"):
         robustness(problem, [WeightNoise(0.1)], draws=1).noise_borne()
+    with pytest.raises(ValueError, match="weight noise among the changes, and none was measured"):
+        robustness(problem, [Rounding(4)]).noise_borne()
+    with pytest.raises(ValueError, match=r"confidence must be in \[0, 1\), got 95"):
+        result.noise_borne(confidence=95)
+    with pytest.raises(TypeError, match="drop must be a number, got 'a'"):
+        result.noise_borne(drop="a")
     with pytest.raises(ValueError, match="statistics must be one of .* got 'batch'"):
         result.noise_borne(statistics="batch")
 
@@ -152,8 +161,8 @@ def test_a_nan_is_kept_and_counts_as_wrong(tmp_path):
     assert result.accuracy[0, 0].item() == 0
     again = Result.load(result.save(tmp_path / "nan.npz"))
     assert "nan" in again.table()
-    values = json.loads(json.dumps(result.to_dict(), allow_nan=False))["values"]
-    assert values[0][0][0][0] is None
+    none, *_ = json.loads(json.dumps(result.to_dict(), allow_nan=False))["changes"]
+    assert none["as is"]["loss"] == {"mean": None, "spread": None, "draws": [None]}
 
 
 def test_recalibrated_numbers_are_those_of_training_batches():
@@ -191,13 +200,22 @@ def test_the_table_says_when_recalibrating_alone_moves_the_model():
     alone = robustness(problem, [Rounding(4)])
     assert math.isnan(alone.recalibration_shift)
     assert "recalibrate=" in alone.table()
+    assert moved_words({"A": same.recalibration_shift, "B": math.nan}) == ""
+    shift = other.recalibration_shift
+    said = f"moves the unchanged model by B {100 * shift:+.2f} points. Compare"
+    assert said in moved_words({"A": 0.005, "B": shift})
 
 
-def test_without_norms_there_is_nothing_to_recalibrate():
+def test_where_there_is_nothing_to_recalibrate_it_says_so():
     model, data = settled_net("attention")
-    result = robustness(Problem(model, F.cross_entropy, data), recalibrate=[data[0]])
+    with pytest.warns(UserWarning, match="recalibrate= does nothing.*the model has none"):
+        result = robustness(Problem(model, F.cross_entropy, data), recalibrate=[data[0]])
     assert result.statistics == ("as is",)
     assert "BatchNorm" not in result.table()
+    problem = conv_problem(bn="batch")
+    with pytest.warns(UserWarning, match='recalibrate= does nothing.*bn="batch" uses none'):
+        result = robustness(problem, [Rounding(4)], recalibrate=[problem.data[0]])
+    assert result.statistics == ("batch",)
 
 
 def test_batch_statistics_are_named_and_the_samples_own_are_refused():
@@ -217,6 +235,34 @@ def test_regression_has_a_loss_and_no_accuracy():
     assert "accuracy" not in result.table()
     with pytest.raises(ValueError, match="targets are not classes"):
         result.noise_borne()
+
+
+class Named(nn.Module):
+    """A classifier that gives its logits by name, as those of transformers do."""
+
+    def __init__(self, inner, kind):
+        super().__init__()
+        self.inner, self.kind = inner, kind
+
+    def forward(self, x):
+        return self.kind(logits=self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [dict, types.SimpleNamespace])
+def test_logits_that_have_a_name_are_found(kind):
+    model, data = settled_net("conv")
+    plain = Problem(model, F.cross_entropy, data)
+
+    def loss(output, y):
+        return F.cross_entropy(output["logits"] if kind is dict else output.logits, y)
+
+    named = Problem(Named(model, kind), loss, data)
+    changes = [Rounding(3), WeightNoise(0.3)]
+    one, other = (robustness(p, changes, draws=2) for p in (plain, named))
+    torch.testing.assert_close(one.values, other.values, rtol=0, atol=0, equal_nan=True)
+    assert one.noise_borne() == other.noise_borne()
+    one, other = (ensemble(p, ratio=0.2, samples=2) for p in (plain, named))
+    assert torch.equal(one.averaged, other.averaged)
 
 
 class Tokens(nn.Module):
@@ -281,6 +327,18 @@ def test_what_cannot_be_measured_is_refused():
     for samples in (data[0], torch.utils.data.TensorDataset(*data)):
         with pytest.raises(TypeError, match="recalibrate takes batches, got a Tensor.* of single"):
             robustness(problem, recalibrate=samples)
+    with pytest.raises(TypeError, match="recalibrate takes batches, got a int. Give it"):
+        robustness(problem, recalibrate=5)
+    pictures = [{"image": conv_problem().data[0]}]
+    with pytest.raises(ValueError, match=r"cannot run its first batch \(TypeError: .*'image'"):
+        robustness(conv_problem(), [Rounding(4)], recalibrate=pictures)
+    with pytest.raises(TypeError, match="seed must be an int, got 'a'"):
+        robustness(problem, seed="a")
+    result = robustness(problem, [Rounding(4)])
+    with pytest.raises(TypeError, match=r"place\(\) takes a change such as Rounding\(4\), got 4"):
+        result.place(4)
+    with pytest.raises(ValueError, match="metric must be one of loss, accuracy, ece, got 'foo'"):
+        result.spread("foo")
     with pytest.raises(TypeError, match="amount must be a number, got 'half'"):
         Pruning("half")
     with pytest.raises(ValueError, match='include must be "matrices" or "all", got'):
@@ -304,4 +362,39 @@ def test_a_result_reads_in_words_and_draws_itself():
     assert "| 50 % pruned, global |" in result.table("markdown")
     titles = [axis.get_title() for axis in result.plot().axes]
     assert titles[:3] == ["bits, per filter", "bits, per tensor", "share pruned, per tensor"]
-    assert len(titles) == 8
+    assert "share pruned, 2:4" in titles
+    assert len(titles) == 9
+    assert str(result) == result.table()
+    assert "blur of 1 pixel" in result.labels
+
+
+def test_a_change_of_one_size_has_a_panel_too():
+    only = robustness(conv_problem(), [Rounding(4)])
+    (axis,) = only.plot().axes
+    assert (axis.get_title(), len(axis.get_lines()[0].get_xdata())) == ("bits, per filter", 1)
+    with pytest.raises(ValueError, match="nothing to draw: no change was measured"):
+        robustness(conv_problem(), []).plot()
+
+
+def test_the_noise_borne_is_in_the_table_and_the_dictionary_for_each_kind_of_statistics():
+    problem = conv_problem()
+    changes = [Pruning(0.5), WeightNoise(0.0), WeightNoise(3.0)]
+    result = robustness(problem, changes, recalibrate=[problem.data[0]], draws=3)
+    assert result.borne == {way: result.noise_borne(statistics=way) for way in result.statistics}
+    as_is, fresh = (f"{ratio:g} {way}" for way, ratio in result.borne.items())
+    assert f"confidence over draws: {as_is}, {fresh}." in result.table()
+    known = result.to_dict()
+    assert known["noise_borne"] == result.borne
+    noise = known["changes"][3]
+    assert (noise["label"], known["sizes"][3]) == ("weight noise 3", 3.0)
+    assert noise["recalibrated"]["loss"]["mean"] == result.loss[1, 3].item()
+    assert noise["as is"]["accuracy"]["spread"] == result.spread()[0, 3].item()
+    assert noise["as is"]["ece"]["draws"] == result.values[2, 0, 3].tolist()
+    assert len(known["changes"][1]["as is"]["ece"]["draws"]) == 1
+    assert robustness(problem, changes[:1]).borne == {}
+
+
+def test_one_draw_is_two_signs_and_the_table_says_so():
+    table = robustness(conv_problem(), [WeightNoise(0.3)], draws=1).table()
+    assert "±" in table
+    assert "over 1 draw taken with both signs" in table

@@ -177,7 +177,7 @@ def test_the_sentence_says_what_was_gained_where(found):
         survival_sentence(made_up(found, gains))
     )
     nothing = survival_sentence(made_up(found, {"A": [0] * 5}))
-    assert "no significant difference to SGD (minimum detectable difference 0." in nothing
+    assert "no significant difference from SGD (minimum detectable difference 0." in nothing
     few = survival_sentence(made_up(found, {"A": [0] * 5}, seeds=3))
     assert few == "After compression: too few seeds for a verdict (3; 5 are needed)."
     whole = made_up(found, {"A": [0, 0, 3, 0, 8]})
@@ -204,7 +204,49 @@ def test_methods_of_several_settings_stand_side_by_side(store):
     labels = [row[0] for row in survival_table(both).rows]
     assert labels == ["SGD", "RWP (ratio 0.6)", "RWP (ratio 0.2)", "m-RWP (lam 0.3)"]
     assert both.table().splitlines()[6].startswith("RWP (ratio 0.2)")
-    assert both.table().endswith("is not in this table: add rwp:rise=0.2.")
+    assert both.table().endswith("setting for compression. Add rwp, m-rwp and rwp:rise=0.2.")
+
+
+@pytest.mark.parametrize(
+    ("rows", "absent"),
+    [
+        ([("rwp:rise=0.2", "given")], "rwp"),
+        ([("rwp", "default")], "rwp:rise=0.2"),
+        ([("rwp:rise=0.02", "given"), ("m-rwp:rise=0.2", "given")], "m-rwp"),
+        ([("rwp:rise=0.1", "best of 3"), ("rwp:rise=0.2", "given")], ""),
+        ([("arwp", "default"), ("rwp:rise=0.2", "given"), ("rwp", "default")], ""),
+        ([("sam", "default")], ""),
+    ],
+)
+def test_a_table_without_both_settings_of_ours_says_which_is_missing(found, rows, absent):
+    made = []
+    for spec, how in rows:
+        rise = spec.partition("rise=")[2]
+        results = [
+            replace(r, strength=("rise", float(rise or 0.02))) for r in found.rows[1].results
+        ]
+        made.append(replace(found.rows[1], spec=spec, chosen=how, results=tuple(results)))
+    *_, note = survival_table(replace(found, rows=(found.baseline, *made))).notes
+    assert note.endswith(f"Add {absent}." if absent else "all cells of this table.")
+
+
+def test_recalibration_that_moves_unchanged_models_is_flagged(found):
+    made = made_up(found, {"A": [0] * 5})
+
+    def recalibrated(row, by):
+        results = []
+        for r in row.results:
+            fresh = {
+                name: {"accuracy": of["accuracy"] + by}
+                for name, of in r.compressed["as is"].items()
+            }
+            results.append(replace(r, compressed={**r.compressed, "recalibrated": fresh}))
+        return replace(row, results=tuple(results))
+
+    rows = [recalibrated(row, by) for row, by in zip(made.rows, (-1.5, 0.3), strict=True)]
+    notes = " ".join(survival_table(replace(made, rows=tuple(rows))).notes)
+    assert "Recalibrating alone moves the unchanged model by SGD -1.50 points. Compare" in notes
+    assert "Recalibrating alone" not in " ".join(survival_table(made).notes)
 
 
 def test_the_setting_for_compression_stands_beside_the_default(store):

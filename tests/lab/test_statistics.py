@@ -85,5 +85,6 @@ def test_edges():
     assert paired_p([0.0, 0.0, 0.0]) == 1.0
     assert paired_p([1.0, 1.0]) == 0.0
     assert mean_std([2.0]) == (2.0, 0.0)
-    assert all(math.isnan(value) for value in mean_std([]))
+    assert all(math.isnan(value) for value in (*mean_std([]), *mean_std([1.0, math.nan])))
+    assert mean_std([1.0, math.inf])[0] == math.inf
     assert compare_all([]) == []

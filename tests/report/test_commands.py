@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import warnings
 
 import pytest
 import torch
@@ -71,6 +72,9 @@ def test_robustness_is_measured_on_test_data_beside_training_batches(capsys, in_
     assert stored.statistics == ("as is",)  # the net has no BatchNorm
     said = says(capsys, "analyze", "robustness", a_run("sam").name, "--samples", "30")
     assert re.search(r"accuracy [\d.]+, 4 bits [\d.]+, 3 bits [\d.]+, 80 % pruned", said)
+    with warnings.catch_warnings():  # nobody asked for recalibration where there is nothing to do
+        warnings.filterwarnings("error", "recalibrate= does nothing")
+        says(capsys, "analyze", "robustness", a_run("sam").name, "--samples", "30", "--bn", "batch")
     says(capsys, "analyze", "robustness", a_run("sam").name, "--samples", "48", "--draws", "2")
     wrong = ["analyze", "robustness", a_run("sam").name, "--bn", "recalibrate"]
     assert "are not those of training" in says(capsys, *wrong, code=2)

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from steppe.analysis import Pruning, Result
+from steppe.analysis.robustness_result import BORNE
 from steppe.lab.runs import Run
 from steppe.lab.sentences import comparison_sentence
 from steppe.lab.survival import survival_sentence
-from steppe.report import minima
+from steppe.report import minima, summary
+from steppe.report.analyses import described
 from steppe.report.charts import Scale, scale_for, shown
 from steppe.report.gathered import Gathered
 from steppe.report.maps import contour, grid_of, heights_of
 from steppe.report.page import page
 from steppe.report.subjects import compared, find_comparison, find_results
-from steppe.report.summary import best_row, notices
+from steppe.report.summary import _cards, best_row, notices
 
 EVIL = "<script>alert(1)</script>\"'&"
 VOID = {"meta"}
@@ -80,10 +82,11 @@ def test_the_table_and_the_sentence_are_the_comparisons_own(gathered):
 def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
     made = page(gathered)
     words = " ".join(Checker(made).words)
-    assert "Test accuracy after compression, and the difference to SGD [interval]" in words
+    assert "Test accuracy after compression, and the difference from SGD [interval]" in words
     section = made[made.index('id="robustness"') : made.index('id="landscapes"')]
-    # Rounding and pruning in two ways, noise on weights and inputs, blur and contrast.
-    assert section.count("<figure>") == 8
+    # Rounding and pruning in two ways, 2:4, noise on weights and inputs, blur and contrast.
+    assert section.count("<figure>") == 9
+    assert "Share pruned, 2:4." in section
     assert "Measured on 48 samples" in section
     stored = list(gathered.every("robustness").values())
     assert [len(results) for results in stored] == [2] * 3
@@ -91,7 +94,49 @@ def test_robustness_has_the_comparisons_table_and_a_chart_a_change(gathered):
     mean = 50 * sum(float(result.accuracy[0, place]) for result in stored[0])
     assert f"SGD: {shown(mean)} ± " in section
     assert "Mean over 2 runs a method" in section
-    assert "Largest ratio of weight noise" in section
+    assert f"{BORNE} (mean over runs): SGD " in section
+
+
+def test_recalibration_that_moves_a_model_is_said_beside_the_charts(gathered):
+    """Statistics made up: those after recalibration are two points lower."""
+
+    def twice(result):
+        fresh = result.values.clone()
+        fresh[1] -= 0.02
+        both = torch.cat([result.values, fresh], 1)
+        return dataclasses.replace(result, values=both, statistics=("as is", "recalibrated"))
+
+    groups = {i: [twice(r) for r in of] for i, of in gathered.every("robustness").items()}
+    said = minima._charts(gathered, groups)
+    labels = [gathered.rows[i].label for i in groups]
+    moved = ", ".join(f"{label} -2.00" for label in labels)
+    assert f"Recalibrating alone moves the unchanged model by {moved} points." in said
+    assert re.search(r"SGD [\d.]+ as is, [\d.]+ recalibrated; ", said)
+    words = described(groups[0][0])
+    assert "moves the unchanged model by -2.00" in words
+    assert re.search(r"noise borne [\d.]+ / [\d.]+ \(as is / recal", words)
+
+
+def test_the_card_on_compression_has_every_method(gathered):
+    (card,) = [words for title, _, words in _cards(gathered) if title.startswith("What survives")]
+    for row in gathered.rows:
+        assert re.search(rf"{re.escape(row.label)} [\d.]+ → [\d.]+", card)
+
+
+def test_what_the_baseline_bears_best_is_grouped_by_panel(gathered, monkeypatch):
+    results = {
+        0: [[0, 90.0, 0], [0.3, 80.0, 0], [0.5, 70.0, 0], [0.7, 20.0, 0]],
+        1: [[0, 89.0, 0], [0.3, 79.0, 0], [0.5, 60.0, 0], [0.7, 30.0, 0]],
+    }
+    ways = ("as is", "recalibrated")
+    curves = {i: {way: {"share pruned, global": p} for way in ways} for i, p in results.items()}
+    curves[1][ways[1]] = {"share pruned, global": results[0]}
+    monkeypatch.setattr(summary, "shared_curves", lambda groups: (True, curves))
+    (said,) = summary._lost(gathered)
+    assert said == (
+        "After these changes, BatchNorm as is, SGD has the best mean of all (share pruned, global: "
+        "0.3 and 0.5)."
+    )
 
 
 def test_robustness_not_measured_alike_is_not_drawn(gathered):
@@ -232,7 +277,8 @@ def test_one_seed_a_diverged_row_and_a_metric_that_should_be_low(in_lab, tmp_pat
     assert run(["compare", "sgd", "rwp:ratio=.1", "sgd:lr=1e30", *quick, "--out", "d.json"]) == 0
     made = page(Gathered(find_comparison(["d.json"], tmp_path / "runs"), ["d.json"]))
     words = " ".join(Checker(made).words)
-    assert "Test rmse of the final model (lower is better)" in words
+    assert "Test RMSE of the final model (lower is better)" in words
+    assert "Test rmse" not in words
     assert "Diverged: SGD (lr 1e+30) in 1 of 1 seeds." in words
     assert "nan" not in re.findall(r"[a-z]+", words.lower())
     assert not re.search(r'[ "](nan|inf)[ "]', made)
@@ -313,6 +359,7 @@ def test_what_contradicts_the_methods_is_noticed(gathered):
     made = Gathered(worse, store=gathered.store)
     made.analyses["spectrum"] = spectra
     said = " ".join(notices(made))
+    assert survival_sentence(worse) in said
     names = [row.label for row in gathered.rows]
     assert (
         f"Calibration (ECE %) got significantly worse: SGD 3.02, {names[1]} 13, {names[2]} 23"

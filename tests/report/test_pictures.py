@@ -39,6 +39,16 @@ def test_every_kind_of_result_plots_itself(results):
             figure.draw_without_rendering()
 
 
+def test_an_ensembles_lines_are_all_named(results):
+    one = next(r for kind, r in results.items() if kind.__name__ == "Ensemble")
+    for figure, names in (
+        (one.plot(), ["average of draws", "single model"]),
+        (figure_of({"A": one, "B": one}), ["A", "B", "single model"]),
+    ):
+        (legend,) = figure.legends
+        assert [entry.get_text() for entry in legend.get_texts()] == names
+
+
 def test_kinds_are_not_mixed(results):
     first, second, *_ = results.values()
     with pytest.raises(TypeError, match="One figure shows one kind of result, got Landscape"):

@@ -128,13 +128,16 @@ def test_what_survives(tmp_path):
     usual = gain(found, "ARWP").mean
     said = survival_answer(found)
     gains = [f"+{usual + twice:.2f}" for twice in (1, 2, 3, 4)]
-    every = "(4 better, 0 worse of 4)"
-    assert f"ARWP − SGD {', '.join(gains[:3])} and {gains[3]} {every}" in said
     assert f"m-ARWP − SAM +{gain(found, 'm-ARWP', 'SAM').mean:.2f}" in said
+    assert f"ARWP − SGD {', '.join(gains)} (4/0 of 4)" in said
+    gains = [f"+{gain(found, 'RWP').mean + twice:.2f}" for twice in (1, 2, 3, 4)]
+    assert f"<br>RWP − SGD {', '.join(gains)} (4/0 of 4)" in said
     (axis,) = survival_figure(found).axes
-    sgd = axis.get_lines()[0]
-    assert sgd.get_label() == "SGD"
-    assert list(sgd.get_ydata()[0] - sgd.get_ydata()[1:]) == pytest.approx([2, 4, 6, 8])
+    names = [container.get_label() for container in axis.containers]
+    assert names == ["SGD", "SAM", "RWP", "m-RWP"]
+    left = axis.containers[0][0].get_ydata()
+    assert list(left[0] - left[1:]) == pytest.approx([2, 4, 6, 8])
+    assert axis.get_title().endswith("\n(MLP, few steps), n = 6")
 
 
 def test_the_one_ratio_with_the_smallest_worst_loss():

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from steppe.analysis.directions import filter_norms
 from steppe.noise import Draw, standard_normal_
-from steppe.schedules import check_nonnegative, check_number
+from steppe.schedules import check_nonnegative, check_share
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ class Rounding(Change):
     def __post_init__(self) -> None:
         if not (isinstance(self.bits, int) and 2 <= self.bits <= 32):
             raise ValueError(f"bits must be a whole number from 2 to 32, got {self.bits!r}.")
-        if self.per not in ("filter", "tensor") and not (
-            isinstance(self.per, int) and self.per > 0
-        ):
+        if self.per not in ("filter", "tensor") and (type(self.per) is not int or self.per < 1):
             raise ValueError(f'per must be "filter", "tensor" or a group size, got {self.per!r}.')
 
     @property
@@ -106,9 +104,7 @@ class Pruning(Change):
     kind: ClassVar[str] = "pruning"
 
     def __post_init__(self) -> None:
-        check_number("amount", self.amount)
-        if not 0 <= self.amount <= 1:
-            raise ValueError(f"amount must be between 0 and 1, got {self.amount}.")
+        check_share("amount", self.amount)
         if self.scope not in ("tensor", "global"):
             raise ValueError(f'scope must be "tensor" or "global", got {self.scope!r}.')
 
@@ -237,7 +233,7 @@ def words(kind: str, size: float, scheme: str) -> str:
         "rounding": f"{size:g} bits, {scheme}",
         "pruning": f"{100 * size:g} % pruned, {scheme}",
         "2:4 pruning": "2:4 pruned",
-        "blur": f"blur of {size:g} pixels",
+        "blur": f"blur of {size:g} pixel{'s' * (size != 1)}",
         "contrast": f"contrast x {size:g}",
     }
     return known.get(kind, f"{kind} {size:g}")

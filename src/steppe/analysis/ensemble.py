@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ from steppe.analysis.progress import Progress, Show
 from steppe.analysis.replica import Replica
 from steppe.analysis.results import Result
 from steppe.attaching import perturbed
-from steppe.schedules import check_number
+from steppe.noise import check_seed
+from steppe.schedules import check_nonnegative, check_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,6 +57,8 @@ class Ensemble(Result):
         header = ("prediction", "NLL", "accuracy %", "ECE %", "forwards")
         return Table(header, tuple(lines), notes=(note,)).render(form)
 
+    __str__ = table
+
 
 def ensemble(
     problem: Problem,
@@ -79,7 +83,9 @@ def ensemble(
         [0.3133, 1.0, 0.2689]
     """
     check_problem(problem)
+    check_nonnegative("ratio", ratio)
     check_number("samples", samples, whole=True)
+    check_seed(seed)
     if problem.bn == "recalibrate":
         raise ValueError(
             'ensemble() does not take bn="recalibrate": an ensemble that is deployed has the stored '
@@ -93,8 +99,9 @@ def ensemble(
 
         def row(number: int) -> Tensor:
             nonlocal sums
-            begin, strength = time.perf_counter(), ratio if number else 0.0
-            with perturbed(replica.model, seed=(seed << 32) + number, ratio=strength, exclude=out):
+            begin, draw = time.perf_counter(), (seed << 32) + number
+            noise = perturbed(replica.model, seed=draw, ratio=ratio, exclude=out)
+            with noise if number else nullcontext():
                 logs = mean = _log_probabilities(replica)
             seconds[min(number, 1)] += time.perf_counter() - begin
             if number:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +89,7 @@ class Replica:
         """Loss and, where the targets are classes, accuracy at the present weights.
 
         `alter(x, first)` changes the inputs of a micro-batch that begins with sample `first`;
-        `look(output, y)` sees what the model makes of it.
+        `look(output, y)` sees what the model makes of it: the logits, where it gives them by name.
         """
         self.refresh_statistics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -98,11 +98,15 @@ class Replica:
         with torch.no_grad():
             for x, y in self.batches(rows):
                 output = self.model(x if alter is None else alter(x, count))
+                named = isinstance(output, Mapping)
+                logits = (
+                    output.get("logits", output) if named else getattr(output, "logits", output)
+                )
                 if look is not None:
-                    look(output, y)
+                    look(logits, y)
                 total += self.problem.loss(output, y).double() * len(x)
                 count += len(x)
-                right = _hits(output, y)
+                right = _hits(logits, y)
                 if right is not None:
                     hits, classes = hits + right, True
         return total.item() / count, (hits[0] / hits[1]).item() if classes else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from steppe.analysis.progress import Progress
 from steppe.analysis.replica import Replica
 from steppe.analysis.robustness_result import METRICS, Robustness
 from steppe.batchnorm import batch_size, recompute_norm_stats, tracked_norms
-from steppe.noise import Draw
+from steppe.noise import Draw, check_seed
 from steppe.schedules import check_number
 
 Included = Literal["matrices", "all"]
@@ -79,7 +80,10 @@ def robustness(
     if isinstance(changes, Change):
         raise TypeError(f"changes must be a list such as [Rounding(4)], got {changes}.")
     chosen = (Change(), *(standard_changes(problem) if changes is None else changes))
-    _check(problem, chosen, include, draws, recalibration_samples)
+    _check(problem, chosen, include)
+    check_number("draws", draws, whole=True)
+    check_number("recalibration_samples", recalibration_samples, whole=True)
+    check_seed(seed)
     counts = tuple(2 * draws if change.random else 1 for change in chosen)
     plan = [(c, number) for c, count in enumerate(counts) for number in range(count)]
     batches = [] if recalibrate is None else _first(recalibrate, recalibration_samples)
@@ -131,9 +135,25 @@ class _Bench:
         self._kept = [(buffer, buffer.clone()) for buffer in replica.model.buffers()]
         self.norms = len(tracked_norms(replica.model))
         self.batches = [pytree.tree_map(self._placed, batch) for batch in batches if self.norms]
+        if batches:
+            self._try_recalibrating()
         self.recalibration = sum(map(batch_size, self.batches))
         as_is = "batch" if replica.norms and replica.problem.bn == "batch" else "as is"
         self.statistics = (as_is, "recalibrated") if self.batches else (as_is,)
+
+    def _try_recalibrating(self) -> None:
+        """Say what keeps it from working before anything is measured."""
+        if not self.norms:
+            why = 'bn="batch" uses none' if self.replica.norms else "the model has none"
+            said = f"recalibrate= does nothing: it recomputes stored statistics, and {why}."
+            return warnings.warn(said, stacklevel=4)
+        try:
+            recompute_norm_stats(self.replica.model, self.batches[:1])
+        except Exception as error:
+            raise ValueError(
+                f"recalibrate: the model cannot run its first batch ({type(error).__name__}: {error}). "
+                "A batch is an input, a tuple that begins with one, or a dict of the forward's arguments."
+            ) from error
 
     def measure(self, change: Change, number: int) -> Tensor:
         """(loss, accuracy, calibration error) for each way of BatchNorm's statistics."""
@@ -206,10 +226,10 @@ def _changed_names(problem: Problem, include: Included) -> list[str]:
 
 def _first(batches: Iterable[Any], samples: int) -> list[Any]:
     """As many batches as hold so many samples."""
-    if isinstance(batches, Tensor | Dataset):
+    if (single := isinstance(batches, Tensor | Dataset)) or not isinstance(batches, Iterable):
+        got = f"{type(batches).__name__}{' of single samples' * single}"
         raise TypeError(
-            f"recalibrate takes batches, got a {type(batches).__name__} of single samples. Give it a "
-            "DataLoader, or tensor.split(64)."
+            f"recalibrate takes batches, got a {got}. Give it a DataLoader, or tensor.split(64)."
         )
     found: list[Any] = []
     for batch in batches:
@@ -225,9 +245,7 @@ def _are_images(x: Tensor) -> bool:
     return x.is_floating_point() and x.ndim == 4 and min(x.shape[2:]) > 3
 
 
-def _check(
-    problem: Problem, changes: Sequence[Change], include: str, draws: int, samples: int
-) -> None:
+def _check(problem: Problem, changes: Sequence[Change], include: str) -> None:
     if problem.bn == "recalibrate":
         raise ValueError(
             'robustness() does not take bn="recalibrate": statistics of the samples under analysis '
@@ -236,19 +254,14 @@ def _check(
         )
     if include not in ("matrices", "all"):
         raise ValueError(f'include must be "matrices" or "all", got {include!r}.')
-    check_number("draws", draws, whole=True)
-    check_number("recalibration_samples", samples, whole=True)
     x = problem.data[0]
     for change in changes:
         if not isinstance(change, Change):
             raise TypeError(f"changes must be such as Rounding(4) or Pruning(0.5), got {change!r}.")
-        wanted = ""
-        if isinstance(change, Blur | Contrast) and not _are_images(x):
-            wanted = "images (n, channels, height, width)"
-        elif isinstance(change, InputNoise) and not x.is_floating_point():
-            wanted = "inputs of real numbers"
-        if wanted:
-            raise ValueError(
-                f"{change} needs {wanted}, got x of shape {tuple(x.shape)} ({x.dtype}). "
-                "Leave it out."
-            )
+        for kinds, fits, wanted in (
+            (Blur | Contrast, _are_images(x), "images (n, channels, height, width)"),
+            (InputNoise, x.is_floating_point(), "inputs of real numbers"),
+        ):
+            if isinstance(change, kinds) and not fits:
+                got = f"x of shape {tuple(x.shape)} ({x.dtype})"
+                raise ValueError(f"{change} needs {wanted}, got {got}. Leave it out.")

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from steppe.analysis.changes import Change, words
-from steppe.analysis.results import Result
+from steppe.analysis.results import Result, plain
+from steppe.schedules import check_number, check_share
 
 METRICS = ("loss", "accuracy", "ece")
 MOVED = 0.005
 """Recalibrating alone should move the accuracy of the unchanged model by less than this."""
+BORNE = (
+    "Largest ratio of weight noise at which the mean accuracy falls by at most one point, with 95 % "
+    "confidence over draws"
+)
+
+
+def moved_words(shifts: Mapping[str, float]) -> str:
+    """A warning where recalibrating alone moves unchanged models, by name, too far; else empty."""
+    far = [f"{name} {100 * by:+.2f}".strip() for name, by in shifts.items() if abs(by) > MOVED]
+    said = (
+        f"Recalibrating alone moves the unchanged model by {', '.join(far)} points. Compare recalibrated "
+        "numbers with the recalibrated unchanged model, and check that the batches come from the training "
+        "pipeline with its augmentation."
+    )
+    return said if far else ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,6 +78,8 @@ class Robustness(Result):
 
     def place(self, change: Change) -> int | None:
         """The number of a change in this result; None if it was not measured."""
+        if not isinstance(change, Change):
+            raise TypeError(f"place() takes a change such as Rounding(4), got {change!r}.")
         wanted = (change.kind, change.scheme, change.size)
         found = list(zip(self.kinds, self.schemes, self.sizes, strict=True))
         return found.index(wanted) if wanted in found else None
@@ -80,14 +99,14 @@ class Robustness(Result):
         """
         from scipy import stats
 
-        if self.draws < 2:
-            raise ValueError(f"A confidence needs at least 2 draws, got {self.draws}.")
+        check_number("drop", drop)
+        check_share("confidence", confidence, below=True)
         statistics = statistics or self.statistics[0]
         if statistics not in self.statistics:
             raise ValueError(f"statistics must be one of {self.statistics}, got {statistics!r}.")
+        if lacking := self._lacking():
+            raise ValueError(f"noise_borne() needs {lacking}.")
         here = self.statistics.index(statistics)
-        if self.accuracy[here].isnan().all():
-            raise ValueError("noise_borne() needs an accuracy: the targets are not classes.")
         borne = 0.0
         noises = [c for c, kind in enumerate(self.kinds) if kind == "weight noise"]
         for c in sorted(noises, key=lambda c: self.sizes[c]):
@@ -98,6 +117,21 @@ class Robustness(Result):
                 break
             borne = self.sizes[c]
         return borne
+
+    def _lacking(self) -> str:
+        """What `noise_borne` needs and this result does not have."""
+        if self.draws < 2:
+            return f"at least 2 draws, got {self.draws}"
+        if "weight noise" not in self.kinds:
+            return "weight noise among the changes, and none was measured"
+        unknown = bool(self.accuracy.isnan().all())
+        return "an accuracy: outputs are no logits, or targets are not classes" * unknown
+
+    @property
+    def borne(self) -> dict[str, float]:
+        """`noise_borne()` by BatchNorm's statistics; empty where it was not measured."""
+        known = () if self._lacking() else self.statistics
+        return {way: self.noise_borne(statistics=way) for way in known}
 
     @property
     def recalibration_shift(self) -> float:
@@ -132,6 +166,8 @@ class Robustness(Result):
         ]
         return Table(tuple(header), tuple(lines), notes=self.notes()).render(form)
 
+    __str__ = table
+
     def notes(self) -> tuple[str, ...]:
         """What a reader of the table must know."""
         o = self.origin
@@ -142,29 +178,39 @@ class Robustness(Result):
         if "rounding" in self.kinds:
             levels = "2^bits - 1 levels (2 bits: -1, 0, 1)"
             said.append(f"Rounding: symmetric, to nearest, {levels}, one scale as named.")
-        if self.draws > 1 and max(self.counts) > 1:
-            over = f"{self.draws} draws taken with both signs"
+        if max(self.counts) > 1:
+            over = f"{self.draws} draw{'s' * (self.draws > 1)} taken with both signs"
             said.append(f"Noise: mean ± standard deviation over {over}.")
+        if borne := self.borne:
+            said.append(f"{BORNE}: {', '.join(f'{r:g} {way}' for way, r in borne.items())}.")
         if "recalibrated" in self.statistics:
-            said.append(self._recalibration_words())
+            shift, count = self.recalibration_shift, self.recalibration_samples
+            moved = f"Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
+            moved = moved_words({"": shift}) or moved * (not math.isnan(shift))
+            said.append(
+                f"Recalibrated from {count} training samples after the change. {moved}".strip()
+            )
         elif self.norms and self.statistics == ("as is",):
             more = "training batches (recalibrate=) show them recalibrated"
             said.append(f"BatchNorm statistics as stored; {more}.")
         return tuple(said)
 
-    def _recalibration_words(self) -> str:
-        shift = self.recalibration_shift
-        said = f"Recalibrated from {self.recalibration_samples} training samples after the change."
-        if not math.isnan(shift):
-            said += f" Recalibrating alone moves the unchanged model by {100 * shift:+.2f} points."
-        if abs(shift) > MOVED:
-            said += (
-                " Compare recalibrated numbers with the recalibrated unchanged model, and check that "
-                "the batches come from the training pipeline with its augmentation."
-            )
-        return said
+    def to_dict(self) -> dict[str, Any]:
+        """Settings, noise borne, and for each change its metrics by name and BatchNorm's statistics."""
+        changes: list[dict[str, Any]] = [{"label": label} for label in self.labels]
+        for m, name in enumerate(METRICS):
+            mean, spread = self._over_draws(name, _mean), self._over_draws(name, _std)
+            for (c, change), (s, way) in product(enumerate(changes), enumerate(self.statistics)):
+                draws = self.values[m, s, c, : self.counts[c]]
+                found = {"mean": mean[s, c], "spread": spread[s, c], "draws": draws}
+                change.setdefault(way, {})[name] = plain(found)
+        whole = {**super().to_dict(), "noise_borne": self.borne, "changes": changes}
+        del whole["values"]
+        return whole
 
     def _over_draws(self, metric: str, number: Callable[[Tensor], Tensor]) -> Tensor:
+        if metric not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}.")
         values = self.values[METRICS.index(metric)]
         return torch.stack([number(values[:, c, :n]) for c, n in enumerate(self.counts)], 1)
 

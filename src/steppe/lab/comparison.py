@@ -147,7 +147,7 @@ class Comparison:
         return f"<Comparison of {names} on {seeds}; print it for the table>"
 
     def plot(self) -> Figure:
-        """A matplotlib figure: the metric with its intervals, and the differences to the baseline."""
+        """A matplotlib figure: the metric with its intervals, and the differences from the baseline."""
         from steppe.report.pictures import comparison_figure
 
         return comparison_figure(self)
@@ -298,7 +298,7 @@ def compare(
 
 
 def judged(rows: list[Row]) -> tuple[Row, ...]:
-    """The rows with distinct labels, differences to the first, corrected over all, and costs."""
+    """The rows with distinct labels, differences from the first, corrected over all, and costs."""
     base = rows[0]
     gains = [row.gains(base) for row in rows[1:]]
     differences = compare_all(gains, higher_is_better=base.results[0].higher_is_better)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from steppe.analysis.changes import Change, Pruning, Rounding, words
 from steppe.analysis.robustness import changed_weights
-from steppe.batchnorm import recompute_norm_stats, tracked_norms
+from steppe.batchnorm import recompute_norm_stats
 from steppe.lab.problems import Sources, device, load_trained, training_batches
 from steppe.lab.results import Compressed, Result
 from steppe.lab.runs import COMPRESSED, Run
@@ -53,7 +53,7 @@ def compress(run: Run, sources: Sources | None = None) -> Compressed:
     model = problem.model
     state = {name: value.clone() for name, value in model.state_dict().items()}
     names = changed_weights(model)
-    batches = training_batches(problem, run.config, RECALIBRATION) if tracked_norms(model) else []
+    batches = training_batches(problem, run.config, RECALIBRATION)
     batches = [batch.to(device()) for batch in batches]
     found: Compressed = {"as is": {}, **({"recalibrated": {}} if batches else {})}
     for change in (Change(), *CHANGES):

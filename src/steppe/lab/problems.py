@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.analysis.problem import digest
+from steppe.batchnorm import tracked_norms
 from steppe.lab import data as datasets
 from steppe.lab import models, tasks
 from steppe.lab.config import Config
@@ -308,7 +309,12 @@ def load_trained(run: Run, sources: Sources | None = None) -> Problem:
 
 
 def training_batches(problem: Problem, config: Config, samples: int) -> list[Tensor]:
-    """Inputs of the first batches that the run trained on, augmented, of about so many samples."""
+    """Inputs of the first batches that the run trained on, augmented, of about so many samples.
+
+    None where the model has no stored statistics to recompute from them.
+    """
+    if not tracked_norms(problem.model):
+        return []
     first = {"seed": config.seed, "epoch": 0, "stream": 0}
     n = len(problem.data.train)
     order = datasets.epoch_order(n, config.batch, **first, drop_last=config.drop_last)

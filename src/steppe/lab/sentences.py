@@ -18,8 +18,13 @@ HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "rmse": False,
 NAMES = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "rmse": "RMSE", "mae": "MAE"}
 
 
+def shown_metric(name: str) -> str:
+    """A metric's name in a sentence, without its unit."""
+    return NAMES.get(name, name).removesuffix(" %")
+
+
 def comparison_table(comparison: Comparison) -> Table:
-    """One row per method: the deciding metric, its difference to the baseline, the rest, the cost."""
+    """One row per method: the deciding metric, its difference from the baseline, the rest, the cost."""
     metric = comparison.example.metric
     header = (
         "method",
@@ -147,7 +152,7 @@ def comparison_sentence(comparison: Comparison) -> str:
     n = len(comparison.seeds)
     said = ""
     if parts:
-        said = f"Over {n} seed{'s' * (n > 1)}, in test {example.metric}"
+        said = f"Over {n} seed{'s' * (n > 1)}, in test {shown_metric(example.metric)}"
         said += f"{f' ({example.unit})' if unit else ''}: {'; '.join(parts)}."
     few = [(r, d) for r, d in rows if d.verdict == "too few seeds" and r.finished]
     return " ".join(filter(None, [said, _too_few(few, digits, unit), _diverged(comparison)]))

@@ -43,13 +43,13 @@ class Difference:
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (0 for one value).
+    """Mean and sample standard deviation (0 for one value, NaN where one is not finite).
 
     >>> mean_std([1.0, 2.0, 3.0])
     (2.0, 1.0)
     """
-    if not values:
-        return math.nan, math.nan
+    if not values or not all(map(math.isfinite, values)):
+        return statistics.fmean(values) if values else math.nan, math.nan
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from steppe.analysis.robustness_result import moved_words
 from steppe.lab.compression import CHANGES, RECALIBRATION, name_of
-from steppe.lab.sentences import interval_words, metric_digits, verdict_words
+from steppe.lab.sentences import interval_words, metric_digits, shown_metric, verdict_words
 from steppe.lab.specs import LARGE
 from steppe.lab.statistics import ENOUGH, Difference, compare_all, mean_std
 from steppe.lab.tables import Table, join_words, signed
+from steppe.schedules import RISE
 
 if TYPE_CHECKING:
     from steppe.lab.comparison import Comparison, Row
@@ -61,14 +63,14 @@ def survival_cells(comparison: Comparison) -> list[Cell]:
 
 
 def survival_table(comparison: Comparison) -> Table | None:
-    """One row per method: the deciding metric after each change and its difference to the baseline.
+    """One row per method: the deciding metric after each change and its difference from the baseline.
 
     None where it was not measured.
     """
     cells = survival_cells(comparison)
     if not cells:
         return None
-    digits = _digits(comparison)
+    digits = cell_digits(comparison)
     ways = list(dict.fromkeys(cell.statistics for cell in cells))
     several = len(ways) > 1
     short = [name_of(change).partition(",")[0] for change in CHANGES]
@@ -83,9 +85,9 @@ def survival_table(comparison: Comparison) -> Table | None:
                 mean = f"{mean_std(cell.values)[0]:.{digits}f}"
                 shown.append(f"{mean}{gain}" if cell.values else "diverged")
             rows.append((row.label, *([way] if several else []), *shown))
-    base, metric = comparison.baseline.label, comparison.example.metric
-    title = f"Test {metric} after compression, and the difference to {base} [interval]"
-    return Table(header, tuple(rows), title, _notes(comparison, several))
+    base, metric = comparison.baseline.label, shown_metric(comparison.example.metric)
+    title = f"Test {metric} after compression, and the difference from {base} [interval]"
+    return Table(header, tuple(rows), title, _notes(comparison, cells))
 
 
 def survival_sentence(comparison: Comparison) -> str:
@@ -97,7 +99,7 @@ def survival_sentence(comparison: Comparison) -> str:
     n = min(difference.n for _, difference in cells)
     if n < ENOUGH:
         return f"After compression: too few seeds for a verdict ({n}; {ENOUGH} are needed)."
-    base, digits = comparison.baseline.label, _digits(comparison)
+    base, digits = comparison.baseline.label, cell_digits(comparison)
     ways = list(dict.fromkeys(cell.statistics for cell, _ in cells))
     parts = []
     for way in ways:
@@ -110,12 +112,13 @@ def survival_sentence(comparison: Comparison) -> str:
         if not said:
             least = max(difference.smallest for _, difference in here)
             said = [
-                f"no significant difference to {base} "
+                f"no significant difference from {base} "
                 f"(minimum detectable difference {least:.{digits}f})"
             ]
         parts.append((f"BatchNorm {way}: " if len(ways) > 1 else "") + "; ".join(said))
     unit = f", in {comparison.example.unit}" if comparison.example.unit else ""
-    verdicts = f"After compression (test {comparison.example.metric}{unit}): {'. '.join(parts)}."
+    metric = shown_metric(comparison.example.metric)
+    verdicts = f"After compression (test {metric}{unit}): {'. '.join(parts)}."
     return f"{verdicts} {_damage(every, comparison, digits)}"
 
 
@@ -154,11 +157,11 @@ def _damage(cells: list[Cell], comparison: Comparison, digits: int) -> str:
     base = comparison.baseline.label
     hardest = min(map(name_of, CHANGES), key=lambda change: sign * moved[base, change])
     each = [f"{signed(moved[r.label, hardest], digits)} ({r.label})" for r in comparison.rows]
-    metric = comparison.example.metric
+    metric = shown_metric(comparison.example.metric)
     return f"The change itself moves each method's own {metric}, {_at(hardest)}, by {join_words(each)}."
 
 
-def _digits(comparison: Comparison) -> int:
+def cell_digits(comparison: Comparison) -> int:
     """One for metrics in per cent: a table of many cells has no room for more."""
     return 1 if comparison.example.unit else metric_digits(comparison)
 
@@ -168,20 +171,34 @@ def _at(change: str) -> str:
     return f"with {short}" if "pruned" in short else f"at {short}"
 
 
-def _notes(comparison: Comparison, several: bool) -> tuple[str, ...]:
+def _notes(comparison: Comparison, cells: list[Cell]) -> tuple[str, ...]:
     sentence = survival_sentence(comparison)
     about = (
         "Weights of two or more dimensions without embeddings: rounded to nearest, symmetric, one scale "
         "per filter, 2^bits - 1 levels (2 bits would be three); or the smallest of each tensor set to zero. Differences are paired by seed, with "
         "t-intervals at the level of Holm's test over all cells of this table."
     )
-    if several:
+    if len({cell.statistics for cell in cells}) > 1:
         about += (
             f" Recalibrated: BatchNorm statistics recomputed after the change from up to {RECALIBRATION} "
             "training samples, augmented as in training."
         )
-    notes = (*([sentence] if sentence else []), about)
-    ours = [row.strength for row in comparison.rows if row.spec.partition(":")[0] in RANDOM]
-    if ours and "rise 0.2" not in ours:
-        notes += (f"The setting for compression is not in this table: add {LARGE}.",)
-    return notes
+    same = [c for c in cells if c.change == UNCHANGED and comparison.example.unit]
+    means = {(c.row.label, c.statistics): mean_std(c.values)[0] / 100 for c in same}
+    fresh = {name: mean for (name, way), mean in means.items() if way == "recalibrated"}
+    moved = moved_words({name: mean - means[name, "as is"] for name, mean in fresh.items()})
+    return tuple(filter(None, [sentence, about, moved, _missing(comparison)]))
+
+
+def _missing(comparison: Comparison) -> str:
+    """Our methods stand here with two settings, the default (or the tuned one) and a rise of 0.2."""
+    ours: dict[str, set[str]] = {}
+    for row in comparison.rows:
+        how = row.strength if row.chosen == "given" else f"rise {RISE:g}"
+        ours.setdefault(row.spec.partition(":")[0], set()).update((row.strength, how))
+    ours = {name: ours[name] for name in ours if name in RANDOM}
+    absent = [name for name, found in ours.items() if f"rise {RISE:g}" not in found]
+    if ours and not any("rise 0.2" in found for found in ours.values()):
+        absent.append(LARGE)
+    said = "Not in this table: the default (for safety) or the setting for compression. Add"
+    return f"{said} {join_words(absent)}." if absent else ""

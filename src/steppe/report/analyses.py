@@ -19,6 +19,7 @@ from torch import Tensor
 from steppe import analysis
 from steppe.analysis import Problem, Result
 from steppe.analysis.problem import BatchNormMode
+from steppe.analysis.robustness_result import moved_words
 from steppe.lab import environment
 from steppe.lab.errors import LabError, explained
 from steppe.lab.problems import Sources, device, load_trained
@@ -140,8 +141,11 @@ def _survived(result: analysis.Robustness) -> str:
         if (place := result.place(change)) is not None:
             name = result.labels[place].partition(",")[0]
             parts.append(f"{name} {_each(metric[:, place])}")
+    if result.borne:
+        parts.append("noise borne " + " / ".join(f"{ratio:g}" for ratio in result.borne.values()))
     several = f" ({' / '.join(result.statistics)})" if len(result.statistics) > 1 else ""
-    return ", ".join(parts) + several
+    moved = moved_words({"": result.recalibration_shift})
+    return ", ".join(parts) + several + f". {moved}" * bool(moved)
 
 
 def _each(values: Tensor) -> str:

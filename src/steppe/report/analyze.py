@@ -197,7 +197,8 @@ class Robustness(Analysis):
     draws: int = 4
     """Draws of noise, each taken with both signs."""
     recalibration_samples: int = 1024
-    """Augmented training samples that BatchNorm statistics are recomputed from after each change."""
+    """Augmented training samples that BatchNorm statistics are recomputed from after each change; none
+    are under --bn batch, which has no stored statistics."""
     include: Literal["matrices", "all"] = "matrices"
     """Change weights of two or more dimensions without embeddings, or every parameter."""
     seed: int = 0
@@ -206,8 +207,9 @@ class Robustness(Analysis):
     def arguments(self, run: Run) -> dict[str, Any]:
         from steppe.lab.problems import load_trained, training_batches
 
-        batches = training_batches(load_trained(run), run.config, self.recalibration_samples)
-        return {"recalibrate": batches, **self.options()}
+        wanted = self.recalibration_samples if self.common.bn == "eval" else 0
+        batches = training_batches(load_trained(run), run.config, wanted)
+        return {"recalibrate": batches or None, **self.options()}
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def robustness_figure(results: Robustness | Mapping[str, Robustness]) -> Figure:
     drawn = [survival_curves([result], accuracy) for result in by_name.values()]
     shown = list(dict.fromkeys(panel for of in drawn for curves in of.values() for panel in curves))
     if not shown:
-        raise ValueError("There is nothing to draw: no change was measured at two sizes.")
+        raise ValueError("There is nothing to draw: no change was measured.")
     figure, axes = panels(len(shown), columns=4, width=2.8)
     for axis, panel in zip(axes, shown, strict=True):
         for i, (name, of) in enumerate(zip(by_name, drawn, strict=True)):

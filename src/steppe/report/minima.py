@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 
 from steppe.analysis import RadiusCurve, Result
+from steppe.analysis.robustness_result import BORNE, moved_words
 from steppe.lab.statistics import mean_std
 from steppe.lab.survival import survival_table
 from steppe.report import charts
@@ -80,23 +81,22 @@ def _charts(gathered: Gathered, groups: Groups) -> str:
     # Methods must share the samples of a seed, seeds may differ.
     said = [origin_words(same_seed) for same_seed in zip(*groups.values(), strict=True)]
     origin = next((words for words in said if words.startswith("Not")), said[0])
-    notes = filter(None, [_borne(gathered, groups), about, origin])
+    shifts = {i: mean_std([r.recalibration_shift for r in of])[0] for i, of in groups.items()}
+    moved = moved_words({gathered.rows[i].label: shift for i, shift in shifts.items()})
+    notes = filter(None, [_borne(gathered, groups), moved, about, origin])
     return legend(gathered, groups) + columns(drawn) + note(*notes)
 
 
 def _borne(gathered: Gathered, groups: Groups) -> str:
-    """`Largest weight noise borne at a loss of 1 point …: SGD 0.05; RWP 0.2.`"""
-    every = [one for group in groups.values() for one in group]
-    if any(one.draws < 2 or bool(one.accuracy.isnan().all()) for one in every):
-        return ""
-    parts = [
-        f"{gathered.rows[index].label} {shown(mean_std([r.noise_borne() for r in group])[0], 2)}"
-        for index, group in groups.items()
-    ]
-    return (
-        "Largest ratio of weight noise at which the mean accuracy falls by at most one point, with "
-        f"95 % confidence over draws (mean over runs): {'; '.join(parts)}."
-    )
+    """`Largest ratio of weight noise …: SGD 0.05 as is, 0.1 recalibrated; RWP 0.2 as is, …`"""
+    parts = []
+    for index, group in groups.items():
+        each = [result.borne for result in group]
+        if not all(each):
+            return ""
+        means = [f"{shown(mean_std([b[way] for b in each])[0], 2)} {way}" for way in each[0]]
+        parts.append(f"{gathered.rows[index].label} {', '.join(means)}")
+    return f"{BORNE} (mean over runs): {'; '.join(parts)}."
 
 
 def landscape_section(gathered: Gathered) -> Section | Absent:

@@ -96,12 +96,13 @@ def ensemble_figure(results: Mapping[str, analysis.Ensemble]) -> Figure:
         scale = 100 if place else 1
         for i, (name, result) in enumerate(results.items()):
             values = scale * result.averaged[:, place]
-            axis.plot(range(1, len(values) + 1), values, **line_style(i), marker="o", label=name)
+            style = {**line_style(i), "marker": "o", "label": name or "average of draws"}
+            axis.plot(range(1, len(values) + 1), values, **style)
             axis.axhline(scale * result.single[place], color=line_style(i)["color"], ls=":")
+        axis.plot([], [], color="grey", ls=":", label="single model")
         axis.set(xlabel="draws averaged", ylabel=metric)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    if any(results):
-        shared_legend(figure, axes)
+    shared_legend(figure, axes)
     return figure
 
 

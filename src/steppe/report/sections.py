@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from steppe.lab.comparison import Row
-from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table
+from steppe.lab.sentences import NAMES, comparison_sentence, comparison_table, shown_metric
 from steppe.lab.statistics import half_width, mean_std
 from steppe.lab.tables import signed
 from steppe.report.charts import Interval, Series, interval_chart, key, line_chart, shown, tag, text
@@ -44,7 +44,7 @@ def result_section(gathered: Gathered) -> Section:
 
 
 def accuracy_section(gathered: Gathered) -> Section:
-    """The deciding metric with intervals and single seeds, and the differences to the baseline."""
+    """The deciding metric with intervals and single seeds, and the differences from the baseline."""
     comparison, example = gathered.comparison, gathered.comparison.example
     metric, base = example.metric, comparison.baseline.label
     name = NAMES.get(metric, metric)
@@ -65,18 +65,18 @@ def accuracy_section(gathered: Gathered) -> Section:
             differences.append(Interval(row.label, index, *ends, words, hollow=hollow))
     way = "higher" if example.higher_is_better else "lower"
     about = (
-        f"Test {metric} of the final model ({way} is better): mean with its 95 % interval, and each "
+        f"Test {shown_metric(metric)} of the final model ({way} is better): mean with its 95 % interval, and each "
         "seed as a dot."
     )
     charts = [captioned(interval_chart(means, f"test {name}"), about)]
     if differences:
         chart = interval_chart(differences, f"test {name}, minus {base}", zero=True)
         about = (
-            f"Paired difference to {base}, Holm-corrected interval. Filled marks: significant; "
+            f"Paired difference from {base}, Holm-corrected interval. Filled marks: significant; "
             "hollow marks: not significant."
         )
         charts.append(captioned(chart, about))
-    plain = name.removesuffix(" %")
+    plain = shown_metric(metric)
     return Section("accuracy", f"{plain[0].upper()}{plain[1:]} with intervals", columns(charts))
 
 
@@ -88,7 +88,7 @@ def convergence_section(gathered: Gathered) -> Section | Absent:
     name = NAMES.get(metric, metric)
     about = "mean over the seeds"
     for column, label, words in (
-        (f"test_{metric}", f"test {name}", f"Test {metric} by epoch, {about}."),
+        (f"test_{metric}", f"test {name}", f"Test {shown_metric(metric)} by epoch, {about}."),
         (f"train_{metric}", f"train {name}",
          f"The same on training data, at the true weights, {about}."),
         ("loss", "training loss", "Training loss as the optimizer saw it, that is, at perturbed "
@@ -125,9 +125,8 @@ def cost_section(gathered: Gathered) -> Section | Absent:
             charts.append(captioned(chart, f"{about} Bars: 95 % intervals."))
     if not charts:
         return Absent("Cost", "steppe compare …")
-    plain = NAMES.get(metric, metric).removesuffix(" %")
     names = legend(gathered, [i for i, row in enumerate(gathered.rows) if row.finished])
-    return Section("cost", f"Cost against {plain}", names + columns(charts))
+    return Section("cost", f"Cost against {shown_metric(metric)}", names + columns(charts))
 
 
 def interval(row: Row, metric: str) -> tuple[float, float, float]:

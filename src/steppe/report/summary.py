@@ -11,13 +11,14 @@ from steppe.lab.sentences import (
     comparison_sentence,
     interval_words,
     metric_digits,
+    shown_metric,
 )
 from steppe.lab.statistics import compare_all, mean_std
-from steppe.lab.survival import UNCHANGED, survival_cells
+from steppe.lab.survival import UNCHANGED, cell_digits, survival_cells, survival_sentence
 from steppe.lab.tables import join_words
 from steppe.report.charts import shown, tag, text
 from steppe.report.gathered import Gathered
-from steppe.report.survival import shared_curves
+from steppe.report.survival import shared_curves, unchanged_at
 
 
 def summary(gathered: Gathered) -> str:
@@ -47,9 +48,9 @@ def _cards(gathered: Gathered) -> Iterator[tuple[str, str, str]]:
     comparison = gathered.comparison
     base, example, best = comparison.baseline, comparison.example, best_row(gathered)
     digits = metric_digits(comparison)
-    name = NAMES.get(example.metric, example.metric).removesuffix(" %")
+    name = shown_metric(example.metric)
     if best is None:
-        words = f"No method is significantly better than {base.label} in test {example.metric}."
+        words = f"No method is significantly better than {base.label} in test {name}."
         yield "Best method", "none", words
     else:
         mean = mean_std(best.values("test", example.metric))[0]
@@ -65,35 +66,36 @@ def _cards(gathered: Gathered) -> Iterator[tuple[str, str, str]]:
         words += f" ({', '.join(rest)})" if rest else ""
         cost = dear.cost["time"]
         yield "What it costs", f"{cost:.2f} ×", f"{words}; FLOPs {dear.cost['flops']:.2f} ×."
-    yield from _compression_card(gathered, best)
+    yield from _compression_card(gathered)
 
 
-def _compression_card(gathered: Gathered, best: Row | None) -> Iterator[tuple[str, str, str]]:
-    """The change that costs the baseline most, and what it leaves the best method."""
+def _compression_card(gathered: Gathered) -> Iterator[tuple[str, str, str]]:
+    """The change that costs the baseline most, and what it leaves every method."""
     comparison = gathered.comparison
-    cells = survival_cells(comparison)
-    rows = [comparison.baseline, best or comparison.rows[-1]]
-    if not cells or len(comparison.rows) < 2 or not all(row.finished for row in rows):
+    cells = [cell for cell in survival_cells(comparison) if cell.values]
+    base, sign = comparison.baseline, 1 if comparison.example.higher_is_better else -1
+    mine = [c for c in cells if c.row is base and c.change != UNCHANGED]
+    if not mine or len(comparison.rows) < 2:
         return
-    sign = 1 if comparison.example.higher_is_better else -1
-    mine = [c for c in cells if c.row is rows[0] and c.change != UNCHANGED]
     hardest = min(mine, key=lambda cell: sign * mean_std(cell.values)[0])
-    digits = 1 if comparison.example.unit else metric_digits(comparison)
-    left = {
-        (cell.row.label, cell.change): f"{mean_std(cell.values)[0]:.{digits}f}"
-        for cell in cells
-        if cell.statistics == hardest.statistics
-    }
-    each = [f"{r.label} {left[r.label, UNCHANGED]} → {left[r.label, hardest.change]}" for r in rows]
-    change = hardest.change.partition(",")[0]
-    words = f"Test {comparison.example.metric} before and after: {join_words(each)}."
-    yield "What survives compression", f"{left[rows[1].label, hardest.change]} at {change}", words
+    digits, way = cell_digits(comparison), hardest.statistics
+    after, before = (
+        {c.row.label: mean_std(c.values)[0] for c in cells if (c.change, c.statistics) == (at, way)}
+        for at in (hardest.change, UNCHANGED)
+    )
+    each = [f"{name} {before[name]:.{digits}f} → {left:.{digits}f}" for name, left in after.items()]
+    span = " to ".join(f"{end:.{digits}f}" for end in (min(after.values()), max(after.values())))
+    words = f"Test {shown_metric(comparison.example.metric)} before and after"
+    words += f", BatchNorm {way}" * (len({cell.statistics for cell in cells}) > 1)
+    title, change = "What survives compression", hardest.change.partition(",")[0]
+    yield title, f"{span} at {change}", f"{words}: {join_words(each)}."
 
 
 def notices(gathered: Gathered) -> list[str]:
     """What the numbers say, first the verdict, then what it leaves out."""
-    found = [comparison_sentence(gathered.comparison), *_other_metrics(gathered)]
-    found += [*_flatness(gathered), *_lost(gathered)]
+    comparison = gathered.comparison
+    found = [comparison_sentence(comparison), survival_sentence(comparison)]
+    found += [*_other_metrics(gathered), *_flatness(gathered), *_lost(gathered)]
     return [words for words in found if words]
 
 
@@ -144,18 +146,22 @@ def _flatness(gathered: Gathered) -> Iterator[str]:
 
 
 def _lost(gathered: Gathered) -> Iterator[str]:
-    """Changes after which the baseline has the best mean of all."""
+    """Changes after which the baseline has the best mean of all, by BatchNorm's statistics and panel."""
     groups = gathered.every("robustness")
     if 0 not in groups or len(groups) < 2 or (found := shared_curves(groups)) is None:
         return
-    curves = {i: next(iter(of.values())) for i, of in found[1].items()}
-    sign = 1 if found[0] else -1
-    lost = []
-    for panel, points in curves[0].items():
-        for k, (size, mine, _) in enumerate(points):
-            others = [curves[i][panel][k][1] for i in curves if i]
-            if all(sign * mine > sign * other for other in others):
-                lost.append(f"{panel} {shown(size, 3)}")
-    if lost:
-        base = gathered.rows[0].label
-        yield f"After these changes {base} has the best mean of all: {join_words(lost)}."
+    sign, curves = (1 if found[0] else -1), found[1]
+    for way, panels in curves[0].items():
+        lost = []
+        for panel, points in panels.items():
+            sizes = [
+                shown(size, 3)
+                for k, (size, mine, _) in enumerate(points)
+                if size != unchanged_at(panel)
+                and all(sign * mine > sign * of[way][panel][k][1] for i, of in curves.items() if i)
+            ]
+            lost += [f"{panel}: {join_words(sizes)}"] if sizes else []
+        if lost:
+            about = f", BatchNorm {way}," * (len(curves[0]) > 1)
+            base = gathered.rows[0].label
+            yield f"After these changes{about} {base} has the best mean of all ({'; '.join(lost)})."

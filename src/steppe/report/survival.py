@@ -14,6 +14,7 @@ Curves = dict[str, list[Point]]
 AXES = {
     "rounding": "bits",
     "pruning": "share pruned",
+    "2:4 pruning": "share pruned, 2:4",
     "weight noise": "weight noise, ratio",
     "input noise": "input noise, standard deviations",
     "blur": "blur, pixels",
@@ -23,6 +24,14 @@ UNCHANGED = {kind: 0.0 for kind in AXES if kind != "rounding"} | {"contrast": 1.
 """The size at which a change is none; no number of bits is."""
 BACKWARDS = ("bits", "contrast")
 """Changes that are the stronger the smaller their number."""
+
+
+def unchanged_at(panel: str) -> float | None:
+    """The size at which a panel shows the unchanged model."""
+    return next(
+        (UNCHANGED.get(kind) for kind, axis in AXES.items() if panel.startswith(axis)), None
+    )
+
 
 Groups = Mapping[int, Sequence[Robustness]]
 """Results by the number of their row."""
@@ -64,7 +73,7 @@ def survival_curves(group: Sequence[Robustness], accuracy: bool = True) -> dict[
                     curves[panel] = [(UNCHANGED[kind], *_middle(group, s, 0, accuracy))]
                 point = (first.sizes[c], *_middle(group, s, c, accuracy))
                 curves.setdefault(panel, []).append(point)
-        found[statistics] = {panel: sorted(p) for panel, p in curves.items() if len(p) > 1}
+        found[statistics] = {panel: sorted(points) for panel, points in curves.items()}
     return found
 
 

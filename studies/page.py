@@ -66,7 +66,7 @@ def compose(
             continue
         file = f"evidence/{question.name}.png"
         drawn[file] = partial(question.figure, found)
-        sections += [_framed(file, question.caption), ""]
+        sections += [_framed(file, question.caption), "", *_written(question.table(found))]
     if made := correlations(found):
         file = "evidence/flatness.png"
         drawn[file] = partial(flatness_figure, made)

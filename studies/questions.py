@@ -4,13 +4,13 @@ Everything else that the studies compare is secondary, and the pages say so.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
 from steppe.lab.sentences import interval_words
-from steppe.lab.tables import join_words, signed
+from steppe.lab.tables import Table, join_words, signed
 from studies import figures
 from studies.comparisons import (
     MARGIN,
@@ -43,6 +43,7 @@ class Question:
     caption: str
     figure: Callable[[Sequence[Findings]], Figure]
     """Asked for where the answer is not `NOTHING`."""
+    table: Callable[[Sequence[Findings]], Table | None] = lambda found: None
 
 
 def cost_answer(found: Sequence[Findings]) -> str:
@@ -102,22 +103,33 @@ def match_answer(found: Sequence[Findings]) -> str:
 
 
 def survival_answer(found: Sequence[Findings]) -> str:
-    """What both settings of ours keep of their accuracy against SGD and SAM, change by change."""
-    clauses = []
+    """What RWP keeps at the default and in the setting for compression; `survival_table` has the rest."""
+    rows = [row for row in survival_rows(found) if row[0].split(" − ")[0].startswith("RWP")]
+    said = [
+        f"{pair} {', '.join(gains)} ({better} better, {worse} worse of {of})"
+        for pair, *gains, better, worse, of in rows
+    ]
+    about = f"Mean points after {join_words(CHANGES)} (and how many comparisons are significant)"
+    return f"{about}: {'; '.join(said)}." if said else NOTHING
+
+
+def survival_table(found: Sequence[Findings]) -> Table | None:
+    """Both settings of ours against SGD and SAM, change by change."""
+    header = ("mean points after", *CHANGES, "better", "worse", "of")
+    note = "RWP and m-RWP at the default were named later, and are corrected apart."
+    rows = tuple(survival_rows(found))
+    return Table(header, rows, notes=(note,)) if rows else None
+
+
+def survival_rows(found: Sequence[Findings]) -> Iterator[tuple[str, ...]]:
     for second, first in itertools.product(FEW[:2], (*BESIDE, *OURS)):
         made = [compared(found, [(first, second)], change) for change in CHANGES]
         if all(made):
-            gains = [signed(sum(e.difference.mean for e in each) / len(each)) for each in made]
             every = [each for some in made for each in some]
-            clauses.append(
-                f"{every[0].claim.first} − {every[0].claim.second} {', '.join(gains)} "
-                f"({len(_of(every, 'better'))}/{len(_of(every, 'worse'))} of {len(every)})"
-            )
-    about = (
-        f"In mean points of accuracy after {join_words(CHANGES)} (and how many comparisons are significantly "
-        "better/worse; RWP and m-RWP at the default: named later, corrected apart)"
-    )
-    return f"{about}:<br>{';<br>'.join(clauses)}." if clauses else NOTHING
+            pair = f"{every[0].claim.first} − {every[0].claim.second}"
+            gains = [signed(sum(e.difference.mean for e in each) / len(each)) for each in made]
+            counts = (len(_of(every, "better")), len(_of(every, "worse")), len(every))
+            yield (pair, *gains, *map(str, counts))
 
 
 def transfer_answer(found: Sequence[Findings]) -> str:
@@ -191,6 +203,7 @@ PRIMARY = (
         "Test accuracy after each change of the final weights, mean and standard deviation over seeds, at the "
         "default and at rise 0.2; BatchNorm statistics recomputed after the change.",
         figures.survival_figure,
+        survival_table,
     ),
     Question(
         "transfer",

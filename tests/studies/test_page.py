@@ -244,7 +244,8 @@ def test_the_committed_pages_are_what_the_committed_lines_say():
 
 def test_the_first_page_is_read_in_minutes():
     page = committed("docs/evidence.md")
-    assert len(page.split()) <= 1500
+    words = [word for word in page.split() if any(map(str.isalnum, word))]  # no rules of tables
+    assert len(words) <= 1500
     verdict = page.partition("## Verdict")[2].partition("\n\n")[2].partition("\n\n")[0]
     assert [line.partition("**")[2].partition("**")[0] for line in verdict.splitlines()] == [
         question.text for question in PRIMARY

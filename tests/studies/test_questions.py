@@ -18,6 +18,7 @@ from studies.questions import (
     match_answer,
     post_hoc,
     survival_answer,
+    survival_table,
     transfer_answer,
 )
 from tests.studies.made_up import LEVELS, fill, made_up_line
@@ -126,12 +127,13 @@ def test_what_survives(tmp_path):
 
     found = changed(tmp_path, compressed)
     usual = gain(found, "ARWP").mean
-    said = survival_answer(found)
+    rows = {pair: rest for pair, *rest in survival_table(found).rows}
+    assert rows["m-ARWP − SAM"][0] == f"+{gain(found, 'm-ARWP', 'SAM').mean:.2f}"
     gains = [f"+{usual + twice:.2f}" for twice in (1, 2, 3, 4)]
-    assert f"m-ARWP − SAM +{gain(found, 'm-ARWP', 'SAM').mean:.2f}" in said
-    assert f"ARWP − SGD {', '.join(gains)} (4/0 of 4)" in said
+    assert rows["ARWP − SGD"] == [*gains, "4", "0", "4"]
     gains = [f"+{gain(found, 'RWP').mean + twice:.2f}" for twice in (1, 2, 3, 4)]
-    assert f"<br>RWP − SGD {', '.join(gains)} (4/0 of 4)" in said
+    assert rows["RWP − SGD"] == [*gains, "4", "0", "4"]
+    assert f"RWP − SGD {', '.join(gains)} (4 better, 0 worse of 4)" in survival_answer(found)
     (axis,) = survival_figure(found).axes
     names = [container.get_label() for container in axis.containers]
     assert names == ["SGD", "SAM", "RWP", "m-RWP"]

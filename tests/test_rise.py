@@ -146,16 +146,23 @@ def test_it_is_measured_and_shown():
     assert "steered to a loss rise of 0.05 (ramp 1, measured 0.0" in repr(perturber)
 
 
-def test_rise_zero_is_the_run_without_steppe():
-    model, _ = train(steppe.rwp(rise=0))
-    plain = mlp()
+@pytest.mark.parametrize("method", [steppe.rwp, steppe.arwp, steppe.lpf_sgd])
+@pytest.mark.parametrize("zero", [0, lambda step: 0.0])
+@pytest.mark.parametrize(("net", "data"), [(mlp, batch), (conv, images)])
+def test_rise_zero_is_the_run_without_steppe(method, zero, net, data):
+    """Statistics of BatchNorm and the count of their updates as well."""
+    method = method(rise=zero)
+    parts = len(method.passes)
+    model, _ = train(method, 20, model=net(), data=data, parts=parts)
+    plain = net()
     optimizer = sgd(plain)
-    for step in range(60):
-        x, y = batch(step % 5)
-        loss_fn(plain(x), y).backward()
+    for step in range(20):
+        x, y = data(step % 5)
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (loss_fn(plain(xs), ys) / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert equal(weights_of(model), weights_of(plain))
+    assert equal(model.state_dict().values(), plain.state_dict().values())
 
 
 def test_accumulation_gives_the_same_r():

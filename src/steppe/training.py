@@ -157,9 +157,10 @@ class Training:
             )
         self.step.running = run
         try:
-            if run.perturbed and self.step.resting:
+            idle = self.rests and run.noise is not None and run.noise.strength(self.number) == 0
+            if run.perturbed and self.step.resting and not idle:
                 run.statistics = following_statistics(self.model, self.number // REST)
-            elif run.perturbed:
+            elif run.perturbed and not idle:  # rise 0 is the run without steppe
                 if self.rests or self.method.has_clean_pass:
                     run.statistics = frozen_statistics(self.model)
                 self.move(run.index, self._draw(run.index))

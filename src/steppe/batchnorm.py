@@ -49,12 +49,16 @@ def frozen_statistics(model: nn.Module) -> Held:
     return held
 
 
-def following_statistics(model: nn.Module, seen: int) -> Held:
-    """Running statistics follow one step in several, of which `seen` were before: the first ones by
-    their plain mean, so that they fit from the first such step on."""
-    held = Held()
-    for module in tracked_norms(model):
-        if module.momentum is not None:
+def following_statistics(model: nn.Module, fresh: list[bool], seen: int) -> Held:
+    """Running statistics follow one step in several, of which `seen` were before: fresh ones at first
+    by their plain mean, so that they fit from the first such step on. `fresh`: which ones held nothing
+    when training began; the first call looks."""
+    held, norms = Held(), tracked_norms(model)
+    if not fresh:
+        means = [m.running_mean for m in norms]
+        fresh += [b is None or b.is_meta or not bool(b.any()) for b in means]
+    for module, new in zip(norms, fresh, strict=False):
+        if new and module.momentum:
             held.set(module, "momentum", max(module.momentum, 1 / (seen + 1)))
     return held
 

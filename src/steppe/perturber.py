@@ -218,6 +218,7 @@ class Perturber:
             "seed": training.seed,
             "step": self.step,
             "incomplete": training.incomplete,
+            "fresh": list(training.fresh),
             "parameters": [[s.name, list(s.param.shape)] for s in weights.params],
             "states": [dict(state) for state in training.states.values()],
         }
@@ -268,6 +269,7 @@ class Perturber:
                         old.copy_(new)
         training.seed = state["seed"]
         training.number, training.incomplete = state["step"], state["incomplete"]
+        training.fresh = list(state.get("fresh", ()))
         training.new_step()
 
     def _check_attached(self) -> None:

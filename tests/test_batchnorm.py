@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import steppe
 from tests.nets import conv, equal, images, loss_fn, weights_of
@@ -133,6 +134,16 @@ def test_statistics_resume_bit_exactly_while_they_are_fresh(pretrained):
     perturber.detach()
     rested(second, 10, state)
     assert equal(buffers(first), buffers(second))
+
+
+def test_a_compiled_net_has_three_variants_and_the_same_statistics():
+    """Perturbed, and at rest with fresh statistics and with older ones: not one for each rest step."""
+    torch._dynamo.reset()
+    counter, model, plain = CompileCounter(), conv(), conv()
+    rested(torch.compile(model, backend=counter), 100)
+    rested(plain, 100)
+    assert counter.frame_count <= 3
+    torch.testing.assert_close(buffers(model), buffers(plain))
 
 
 def test_recompute_norm_stats_weighs_uneven_batches_by_size():

@@ -106,7 +106,8 @@ class Training:
             if noise.steering is not None:
                 state["steering"] = [noise.steering.init(weights.sizes)]
         self.halvings = 0
-        self.fresh: list[bool] = []  # the normalisation layers whose statistics held nothing at first
+        self.fresh: list[bool] = []
+        """Of each normalisation layer, whether its statistics held nothing when training began."""
         self.statistics = SharedStatistics(model, method, self.ranks)
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
@@ -160,9 +161,7 @@ class Training:
         try:
             idle = self.rests and run.noise is not None and run.noise.strength(self.number) == 0
             if run.perturbed and self.step.resting and not idle:
-                run.statistics = following_statistics(
-                    self.model, self.fresh, self.number // REST
-                )
+                run.statistics = following_statistics(self.model, self.fresh, self.number // REST)
             elif run.perturbed and not idle:  # rise 0 is the run without steppe
                 if self.rests or self.method.has_clean_pass:
                     run.statistics = frozen_statistics(self.model)

@@ -177,6 +177,62 @@ def test_a_scaler_gives_the_same_r():
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
+def maximizing(maximize, method, steps=60, frozen=()):
+    """What is measured where groups maximize: all, the last layer alone (a two-player game: its loss is
+    the objective with a minus) or none."""
+    model = mlp()
+    model[0].requires_grad_(not frozen)
+    groups = [
+        {"params": part.parameters(), "maximize": own}
+        for part, own in zip((model[0], model[2]), maximize, strict=True)
+    ]
+    optimizer = torch.optim.SGD(groups[bool(frozen) :], lr=0.1, momentum=0.9)
+    perturber = steppe.attach(model, optimizer, method, include_frozen=frozen)
+    for step in range(steps):
+        x, y = batch(step % 5)
+        loss = loss_fn(model(x), y)
+        if method.batches_needed > 1:
+            (-loss / 2 if all(maximize) else loss / 2).backward()
+            loss = loss_fn(model(x), y) / 2
+        (-loss if all(maximize) else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model), perturber.state_dict()["states"]
+
+
+@pytest.mark.parametrize(
+    ("method", "frozen"),
+    [(steppe.rwp, ()), (steppe.m_arwp, ()), (steppe.rwp, ("0.weight",))],
+)
+def test_an_optimizer_that_maximizes_the_negative_loss_gives_the_same_r(method, frozen):
+    method = method(rise=STEADY)
+    weights, states = maximizing((False, False), method, frozen=frozen)
+    others, same = maximizing((True, True), method, frozen=frozen)
+    assert equal(weights, others)
+    assert equal(*([t for s in x for ts in s.values() for t in ts] for x in (states, same)))
+
+
+def test_each_group_is_measured_on_its_own_loss():
+    """At a fixed eps: the slope of a group that maximizes counts with the other sign."""
+    found = []
+    for maximize in ((False, False), (False, True)):
+        _, (state,) = maximizing(maximize, steppe.rwp(rise=STEADY), steps=1)
+        found.append(float(state["steering"][0][0]) / 0.02)
+    model, seen = mlp(), []
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=STEADY))
+    true = weights_of(model)
+    with next(perturber.passes()):
+        x, y = batch(0)
+        loss_fn(model(x), y).backward()
+        seen = [
+            float(((p.detach() - t) * p.grad).sum())
+            for p, t in zip(model.parameters(), true, strict=True)
+        ]
+    assert found[0] == pytest.approx(sum(seen), rel=1e-4)
+    assert found[1] == pytest.approx(sum(seen[:2]) - sum(seen[2:]), rel=1e-4)
+
+
 def test_a_scaler_that_was_not_announced_is_refused():
     model = mlp()
     optimizer = sgd(model)

@@ -52,6 +52,22 @@ def test_r_follows_a_change_of_curvature(change):
     assert sum(found[-50:]) / 50 == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("low", [0.0, 1e-12])
+@pytest.mark.parametrize("rests", [0, 200, 5000])
+def test_a_schedule_may_ask_for_nothing_for_a_while(low, rests):
+    """Taken as written: what is asked afterwards is there as soon as after a start without it."""
+    steering = Steering(lambda step: low if step < rests else 0.02, bound=math.inf)
+    state = steering.init(torch.zeros((), dtype=torch.float64))
+    for step in range(rests + 200):
+        r = steering.factor(state)
+        moved = r if steering.asked(step) else 0 * r
+        steering.update(state, moved * moved, torch.ones(()), step)  # H = 1: r is sqrt(2 rise)
+        if step == rests - 1:
+            assert steering.read(state, step).ratio == pytest.approx(LEAST if low else 0)
+    assert float(steering.factor(state)) == pytest.approx(0.2, rel=1e-3)
+    assert steering.read(state, step).measured_rise == pytest.approx(0.02, rel=0.2)
+
+
 def test_a_loss_that_saturates_does_not_drive_r_away():
     """S = 2 r² exp(-r²) has its largest value, 2/e, at r = 1; a rise of 2 is never reached."""
     steering = Steering(steppe.constant(2.0), bound=0.5)

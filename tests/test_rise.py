@@ -1,5 +1,6 @@
 """Strength by the loss rise: the rule by itself, and at work in a loop."""
 
+import copy
 import math
 import warnings
 
@@ -404,6 +405,62 @@ def test_sam_takes_the_rho_that_raises_the_loss_by_the_rise():
     wanted = [0.01 * g / size for g in grads]
     for a, b in zip(eps, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def accumulated(counts, divided_by=None, stop=None, rise=STEADY, **options):
+    """SAM over as many micro-batches a step: the weights, and <eps, g> of each in units of the rise."""
+
+    def made():
+        model = mlp(dtype=torch.float64)
+        optimizer = sgd(model)
+        return model, optimizer, steppe.attach(model, optimizer, steppe.sam(rise=rise), **options)
+
+    model, optimizer, perturber = made()
+    slopes = []
+    for step, count in enumerate(counts):
+        if step == stop:
+            saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, perturber)])
+            model, optimizer, perturber = made()
+            for each, state in zip((model, optimizer, perturber), saved, strict=True):
+                each.load_state_dict(state)
+        slopes.append([])
+        for part in range(count):
+            x, y = batch(10 * step + part, dtype=torch.float64)
+            seen, true = [], weights_of(model)
+
+            def loss_of(x=x, y=y, seen=seen, count=count):
+                seen.append(weights_of(model))
+                return loss_fn(model(x), y) / (divided_by or count)
+
+            perturber.backward(loss_of)
+            twin = mlp(dtype=torch.float64)
+            twin.load_state_dict(model.state_dict())
+            grads = torch.autograd.grad(loss_fn(twin(x), y), list(twin.parameters()))
+            parts = zip(seen[1], true, grads, strict=True)
+            slopes[-1].append(float(sum(((a - b) * g).sum() for a, b, g in parts)) / 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model), slopes
+
+
+def test_sam_over_micro_batches_asks_for_the_rise_of_each():
+    """A loop that divides by 4 also in an epoch's last, shorter step; from the second step on."""
+    _, slopes = accumulated([4, 4, 1, 4, 4, 1], divided_by=4)
+    for found in slopes[1:]:
+        assert found == pytest.approx([1.0] * len(found))
+
+
+def test_sam_over_a_shorter_step_divided_by_its_own_length_is_weaker_never_stronger():
+    _, slopes = accumulated([4, 4, 1, 4, 4])
+    assert [found[0] for found in slopes[1:]] == pytest.approx([1, 0.25, 1, 1])
+    _, slopes = accumulated([1, 4, 1, 4], divided_by=1, microbatch_loss="sum")
+    assert [found[0] for found in slopes] == pytest.approx([1] * 4)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_sam_over_micro_batches_resumes_bit_exactly(stop):
+    counts = [2, 2, 1, 2, 2]
+    assert equal(accumulated(counts)[0], accumulated(counts, stop=stop)[0])
 
 
 def test_arwp_shapes_the_noise_whatever_the_unit_of_the_loss():

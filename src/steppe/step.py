@@ -215,7 +215,7 @@ class Step:
             if training.several and training.ranks.index is None:
                 self._even_out()
             self._learn()
-            training.divisor = self.divisor
+            training.divisors = [training.divisors[1], self.divisor]
         self.settled = True
 
     def _even_out(self) -> None:

@@ -93,8 +93,8 @@ class Training:
         """Optimizer steps taken since training began."""
         self.incomplete = 0
         """Of these, steps that did not have all passes."""
-        self.divisor = 1.0
-        """By how much the loop divided each loss in the last step."""
+        self.divisors = [1.0, 1.0]
+        """By how much the loop divided each loss in the last two steps."""
         self.several, self.steered = len(method.passes) > 1, method.steered
         self.rests = self.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
@@ -184,7 +184,7 @@ class Training:
             return None
         (state,) = self.states[noise]["steering"]
         if steering.linear:  # rise / ‖g‖ is in the loss's own unit
-            return steering.ramp(state) * self.loss_scale() / self.divisor
+            return steering.ramp(state) * self.loss_scale() / max(self.divisors)
         return steering.factor(state)
 
     def move(self, index: int, draw: Draw) -> None:

@@ -69,21 +69,35 @@ def test_a_schedule_may_ask_for_nothing_for_a_while(low, rests):
     assert steering.read(state, step).measured_rise == pytest.approx(0.02, rel=0.2)
 
 
-def test_a_loss_that_saturates_does_not_drive_r_away():
-    """S = 2 r² exp(-r²) has its largest value, 2/e, at r = 1; a rise of 2 is never reached."""
-    steering = Steering(steppe.constant(2.0), bound=0.5)
-    state = steering.init(torch.zeros(()))
-    halvings = 0
-    for step in range(1, 601):
-        r = steering.factor(state)
-        steering.update(state, 2 * r * r * (-r * r).exp(), torch.ones(()), step)
-        assert float(r) <= 0.5
-        if step % 100 == 0:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+def saturated(bound, steps=600):
+    """r of each step and what was said: S = 2 r² exp(-r²) has its largest value, 2/e, at r = 1, so that a
+    rise of 2 is never reached."""
+    steering = Steering(steppe.constant(2.0), bound=bound)
+    state = steering.init(torch.zeros((), dtype=torch.float64))
+    found, halvings = [], 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(1, steps + 1):
+            r = steering.factor(state)
+            found.append(float(r))
+            steering.update(state, 2 * r * r * (-r * r).exp(), torch.ones(()), step)
+            if step % 100 == 0:
                 halvings = steering.warn(state, step, halvings)
+    return found, halvings, [str(w.message) for w in said]
+
+
+def test_a_loss_that_saturates_does_not_drive_r_away():
+    """It stops where the curvature falls; unguarded it grows by 5 % a step for ever."""
+    found, _, _ = saturated(math.inf)
+    assert max(found) == found[200] == found[-1] < 50
+
+
+def test_a_loss_that_saturates_halves_r_at_the_bound_and_says_so():
+    found, halvings, said = saturated(0.5)
+    assert max(found) == 0.5
+    assert min(found[found.index(0.5) :]) == pytest.approx(0.25, rel=0.06)
     assert halvings >= 1
-    assert any("cannot be held" in str(w.message) for w in caught)
+    assert any("cannot be held" in words for words in said)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +274,111 @@ def test_a_scaler_that_was_not_announced_is_refused():
     with pytest.raises(RuntimeError, match=r"attach\(\.\.\., scaler=scaler\)"):
         scaler.step(optimizer)
     assert equal(true, weights_of(model))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a frozen one, and one that nothing goes through."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused, self.last = nn.Linear(2, 2), nn.Linear(6, 3)
+        self.to(dtype)
+
+    def forward(self, x):
+        hidden = self.frozen(self.second(self.first(x).tanh()))
+        return self.last(hidden.tanh())
+
+
+def slope_at(here, true, x, y, dtype):
+    """<eps, g> of the perturbed weights `here`, by a twin that steppe knows nothing of."""
+    twin = Tied(dtype)
+    with torch.no_grad():
+        for p, value in zip(twin.parameters(), here, strict=True):
+            p.copy_(value)
+    loss_fn(twin(x), y).backward()
+    trios = zip(here, true, twin.parameters(), strict=True)
+    found = [((a.double() - b.double()) * p.grad).sum() for a, b, p in trios if p.grad is not None]
+    return float(torch.stack(found).sum())
+
+
+HALF = {"strength": 0.5}
+
+
+@pytest.mark.parametrize("make", [steppe.rwp, steppe.m_rwp])
+@pytest.mark.parametrize(
+    ("group", "parts", "clip", "scaled", "compiled", "dtype"),
+    [
+        ({}, 1, None, False, False, torch.float64),
+        ({}, 3, 0.01, False, False, torch.float64),
+        ({}, 2, 0.01, True, False, torch.float64),
+        (HALF, 1, None, False, True, torch.float64),
+        (HALF, 2, 0.01, True, False, torch.bfloat16),
+    ],
+    ids=["plain", "clipped", "scaled", "compiled and strength=", "bf16 and all"],
+)
+def test_the_measure_is_that_of_a_twin(make, group, parts, clip, scaled, compiled, dtype):
+    """With tied, frozen and unused parameters: the sums of <eps, g> and r² against ones by hand."""
+    torch._dynamo.reset()
+    method, model = make(rise=STEADY), Tied(dtype)
+    groups = [
+        {"params": list(model.last.parameters()), **group},
+        {"params": [*model.first.parameters(), *model.frozen.parameters()]},
+        {"params": list(model.unused.parameters())},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=3, enabled=scaled)
+    perturber = steppe.attach(called, optimizer, method, scaler=scaler if scaled else None)
+    num = den = 0.0
+    passes = len(method.passes)
+    for step in range(8):
+        true, slopes, r = weights_of(model), [], perturber.stats()["ratio"]
+        for part in range(parts * passes):
+            x, y = batch(100 * step + part, dtype=dtype)
+            loss = loss_fn(called(x), y) / (parts * passes)
+            here = weights_of(model)
+            scaler.scale(loss).backward()
+            if not equal(here, true):
+                slopes.append(slope_at(here, true, x, y, dtype))
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert len(slopes) == parts
+        num, den = 0.98 * num + 0.02 * sum(slopes) / parts, 0.98 * den + 0.02 * r * r
+    found = steering_of(perturber)
+    rel = 1e-2 if dtype == torch.bfloat16 else 1e-9
+    assert [float(found[0]), float(found[1])] == pytest.approx([num, den], rel=rel)
+
+
+@pytest.mark.parametrize("method", [steppe.rwp, steppe.m_arwp])
+def test_an_overflow_leaves_no_trace(method):
+    """A step that the scaler skips: everything is as without it."""
+
+    def run(overflows):
+        model = mlp()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10**6)
+        perturber = steppe.attach(model, optimizer, method(rise=STEADY), scaler=scaler)
+        for step in range(24):
+            bad = [math.inf] if overflows and step % 4 == 2 else []
+            for factor in (*bad, 1.0):
+                for part in range(2):
+                    x, y = batch(2 * step + part)
+                    scaler.scale(loss_fn(model(factor * x), y) / 2).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        (state,) = perturber.state_dict()["states"]
+        return weights_of(model) + [t for tensors in state.values() for t in tensors]
+
+    assert equal(run(False), run(True))
 
 
 class WithLoss(nn.Module):

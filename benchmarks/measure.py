@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 import steppe
 from steppe.passes import Run
+from steppe.schedules import PERIOD, REST
 
 RESULTS = Path(__file__).parent / "results"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+CYCLE = math.lcm(PERIOD, REST)
+"""Steps after which those with a rise repeat: which are measured, and which rest."""
 Step = Callable[[], object]
 METHODS = {
     "RWP": steppe.rwp(0.01),
@@ -130,15 +134,25 @@ class Bench:
 
 
 def added_by(perturber: steppe.Perturber) -> Step:
-    """What a one-pass method adds to a step: move, put back, learn from the gradients there are."""
+    """What a one-pass method adds to a step: move, put back, learn from the gradients there are. With a
+    rise it differs from step to step: `CYCLE` of them a call, after the opening, with what is measured."""
     training = perturber._training
+    steered = training.method.steered
+    outputs = torch.ones(128, 10, device=training.weights.device)
+    training.number = 2 * CYCLE * steered
 
     def step() -> None:
-        training.begin(Run(training, 0, 1.0, held=False))
-        training.restore()
-        training.step.done = [0]
-        training.step.settle()
-        training.new_step()
+        for _ in range(CYCLE if steered else 1):
+            run = Run(training, 0, 1.0, held=False)
+            training.new_step()
+            training.begin(run)
+            if training.step.metered:
+                run.pull = outputs.abs().sum()
+                training.step.close(run)
+            training.restore()
+            training.step.done = [0]
+            training.step.settle()
+            training.number += steered
 
     return step
 

@@ -63,6 +63,11 @@ def step(result: Result) -> list[str]:
         "Whole steps vary by more than a one-pass method adds, so what it adds (moving the weights, putting them "
         "back, learning from gradients) is also measured alone.\n"
     ]
+    if any("rise" in name for found in result["nets"].values() for name in found["added"]):
+        parts += [
+            "With a rise, whole steps are the first ones, which are all measured; what is added is the mean over "
+            "eight later steps, of which two are measured and, under BatchNorm, one rests.\n"
+        ]
     for net, found in result["nets"].items():
         steps, added = found["steps"], found["added"]
         sgd = steps["SGD"]["median"]

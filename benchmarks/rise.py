@@ -216,6 +216,16 @@ def agreement(lines: Lines) -> dict[str, tuple[float, float, int]]:
     }
 
 
+def spreads(lines: Lines) -> dict[str, tuple[float, int]]:
+    """By setting, the 90 % quantile of ARWP's factor over its 10 % quantile at the end, the median over
+    runs, and how many they are. Lines of before it was recorded have none."""
+    found: dict[str, list[float]] = {}
+    for run, line in lines.items():
+        if "spread" in line:
+            found.setdefault(f"{run.setting}, {run.strength:g}", []).append(line["spread"])
+    return {name: (statistics.median(each), len(each)) for name, each in found.items()}
+
+
 def show(title: str, verdict: Verdict) -> None:
     if verdict.gains:
         shares = ", ".join(f"{name} {share:.2f}" for name, share in verdict.measured.items())
@@ -256,6 +266,8 @@ def choose(lines: Lines) -> None:
                     print("    gains after a change:", listed(compressed(lines, mine)))
     for name, (median, within, n) in agreement(lines).items():
         print(f"probe / (meter / 2), {name}: {median:.2f}, {within:.0%} within [.5, 2] (n = {n})")
+    for name, (median, n) in spreads(lines).items():
+        print(f"90 / 10 % quantile of ARWP's factor, {name}: {median:.2f} (n = {n})")
 
 
 def worst_losses(lines: Lines, by_cell: Mapping[Run, list[Run]]) -> None:

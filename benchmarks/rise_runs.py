@@ -28,7 +28,7 @@ from steppe.analysis.robustness import changed_weights
 from steppe.lab import data
 from steppe.methods import Method, Pass, mixed
 from steppe.noise import Draw
-from steppe.perturbations import Gaussian
+from steppe.perturbations import AdaptiveGaussian, Gaussian
 from steppe.schedules import BASE, KEPT, LEAST, MOST, Steering
 
 PROBED = 2
@@ -177,8 +177,8 @@ class Look:
         self.probes: list[tuple[float, float, float]] = []
         self.highest = 0.0
         self.probed = (steps // 2, steps - 1) if run.seed % 1000 < PROBED else ()
-        (state,) = perturber.state_dict()["states"]
-        self.memory = state["steering"][0]
+        (self.state,) = perturber.state_dict()["states"]
+        self.memory = self.state["steering"][0]
 
     @property
     def ratio(self) -> float:
@@ -194,8 +194,14 @@ class Look:
 
     def line(self) -> dict[str, Any]:
         stats = self.perturber.stats()
-        found = {"measured": sum(self.measured) / len(self.measured), "highest": self.highest}
-        return {**found, "ratio": stats["ratio"], "ramp": stats["ramp"], "probes": self.probes}
+        mean = sum(self.measured) / len(self.measured)
+        found: dict[str, Any] = {"measured": mean, "highest": self.highest}
+        found |= {"ratio": stats["ratio"], "ramp": stats["ramp"], "probes": self.probes}
+        noise = self.perturber.method.passes[-1].perturbation
+        if isinstance(noise, AdaptiveGaussian):
+            low, high = noise.factor(self.state).quantile(torch.tensor([0.1, 0.9])).tolist()
+            found["spread"] = high / low
+        return found
 
 
 def train(run: Run, steps: int | None = None) -> dict[str, Any]:

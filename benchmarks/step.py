@@ -4,7 +4,8 @@
 
 All contenders take turns within one run, each with its own copy of the network, and medians are
 compared. On a shared machine seconds of convolutions vary by more than a one-pass method adds; what it adds
-(moving the weights, putting them back, learning from gradients that are already there) is also measured alone.
+(moving the weights, putting them back, learning from gradients that are already there) is also measured alone. With a
+rise that is the mean over eight steps, of which two are measured and, under BatchNorm, one rests.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import measure
 import torch
 
+import steppe
 from steppe.lab import models
 
+RISES = {
+    "RWP, ratio": steppe.rwp(ratio=0.5),
+    "RWP, default rise": steppe.rwp(),
+    "ARWP, ratio": steppe.arwp(ratio=0.5),
+    "ARWP, default rise": steppe.arwp(),
+}
 NETS = {"resnet18": "resnet18", "vit": "vit-s", "mlp": "mlp"}
 
 
@@ -56,10 +64,14 @@ def run(net: str, rounds: int, quick: bool) -> dict[str, Any]:
     count = sum(p.numel() for p in new().model.parameters())
     print(f"\n{net}, {count:,} parameters, batch {batch}: whole steps, then what is added")
     steps = {"SGD": new().plain_step, "SAM of pytorch-optimizer": peer_sam(new())}
-    steps |= {name: new().step_with(method) for name, method in measure.METHODS.items()}
+    methods = measure.METHODS | RISES
+    steps |= {name: new().step_with(method) for name, method in methods.items()}
     whole = measure.show(measure.in_turns(steps, rounds), "ms")
-    parts = {name: new().added_by(measure.METHODS[name]) for name in ("RWP", "ARWP", "MSAM")}
-    added = measure.show(measure.in_turns(parts, 3 * rounds), "ms")
+    parts = {name: new().added_by(methods[name]) for name in ("RWP", "ARWP", "MSAM", *RISES)}
+    times = measure.in_turns(parts, 3 * rounds)
+    for name in (name for name in times if methods[name].steered):
+        times[name] = [ms / measure.CYCLE for ms in times[name]]
+    added = measure.show(times, "ms")
     return {"parameters": count, "batch": batch, "width": width, "steps": whole, "added": added}
 
 

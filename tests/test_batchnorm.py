@@ -1,8 +1,11 @@
 """Whose statistics BatchNorm keeps, and taking them anew at the true weights."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import steppe
 from tests.nets import conv, equal, images, loss_fn, weights_of
@@ -88,6 +91,59 @@ def test_layers_that_the_user_froze_stay_frozen():
     perturber.backward(lambda x, y: loss_fn(model(x), y), (x, y), (x, y))
     assert equal(before, buffers(model[1]))
     assert model[1].track_running_stats
+
+
+def rested(model, steps=1, perturber_state=None):
+    """After default `rwp()` at learning rate 0: the model and its perturber."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    perturber = steppe.attach(model, optimizer, steppe.rwp())
+    if perturber_state is not None:
+        perturber.load_state_dict(perturber_state)
+    for _ in range(steps):
+        x, y = images(perturber.step, size=4)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, perturber
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_statistics_of_a_pretrained_net_follow_by_the_layers_momentum(norm):
+    """Fresh ones (of a new head) by their plain mean: a rest step must not replace what is known."""
+    model = nn.Sequential(norm(3, track_running_stats=True), conv())
+    for step in range(30):
+        model[0](images(step)[0])
+    known = model[0].running_mean.clone()
+    rested(model)
+    x = images(0, size=4)[0]
+    expected = 0.9 * known + 0.1 * x.mean((0, 2, 3))
+    torch.testing.assert_close(model[0].running_mean, expected)
+    hidden = model[1][0](model[0](x))
+    torch.testing.assert_close(model[1][1].running_mean, hidden.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_statistics_resume_bit_exactly_while_they_are_fresh(pretrained):
+    first = conv()
+    if pretrained:
+        first(images(77)[0])
+    second = copy.deepcopy(first)
+    rested(first, 30)
+    _, perturber = rested(second, 20)
+    state = copy.deepcopy(perturber.state_dict())
+    perturber.detach()
+    rested(second, 10, state)
+    assert equal(buffers(first), buffers(second))
+
+
+def test_a_compiled_net_has_three_variants_and_the_same_statistics():
+    """Perturbed, and at rest with fresh statistics and with older ones: not one for each rest step."""
+    torch._dynamo.reset()
+    counter, model, plain = CompileCounter(), conv(), conv()
+    rested(torch.compile(model, backend=counter), 100)
+    rested(plain, 100)
+    assert counter.frame_count <= 3
+    torch.testing.assert_close(buffers(model), buffers(plain))
 
 
 def test_recompute_norm_stats_weighs_uneven_batches_by_size():

@@ -1,5 +1,6 @@
 """Strength by the loss rise: the rule by itself, and at work in a loop."""
 
+import copy
 import math
 import warnings
 
@@ -52,21 +53,51 @@ def test_r_follows_a_change_of_curvature(change):
     assert sum(found[-50:]) / 50 == pytest.approx(1, abs=0.05)
 
 
-def test_a_loss_that_saturates_does_not_drive_r_away():
-    """S = 2 r² exp(-r²) has its largest value, 2/e, at r = 1; a rise of 2 is never reached."""
-    steering = Steering(steppe.constant(2.0), bound=0.5)
-    state = steering.init(torch.zeros(()))
-    halvings = 0
-    for step in range(1, 601):
+@pytest.mark.parametrize("low", [0.0, 1e-12])
+@pytest.mark.parametrize("rests", [0, 200, 5000])
+def test_a_schedule_may_ask_for_nothing_for_a_while(low, rests):
+    """Taken as written: what is asked afterwards is there as soon as after a start without it."""
+    steering = Steering(lambda step: low if step < rests else 0.02, bound=math.inf)
+    state = steering.init(torch.zeros((), dtype=torch.float64))
+    for step in range(rests + 200):
         r = steering.factor(state)
-        steering.update(state, 2 * r * r * (-r * r).exp(), torch.ones(()), step)
-        assert float(r) <= 0.5
-        if step % 100 == 0:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        moved = r if steering.asked(step) else 0 * r
+        steering.update(state, moved * moved, torch.ones(()), step)  # H = 1: r is sqrt(2 rise)
+        if step == rests - 1:
+            assert steering.read(state, step).ratio == pytest.approx(LEAST if low else 0)
+    assert float(steering.factor(state)) == pytest.approx(0.2, rel=1e-3)
+    assert steering.read(state, step).measured_rise == pytest.approx(0.02, rel=0.2)
+
+
+def saturated(bound, steps=600):
+    """r of each step and what was said: S = 2 r² exp(-r²) has its largest value, 2/e, at r = 1, so that a
+    rise of 2 is never reached."""
+    steering = Steering(steppe.constant(2.0), bound=bound)
+    state = steering.init(torch.zeros((), dtype=torch.float64))
+    found, halvings = [], 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(1, steps + 1):
+            r = steering.factor(state)
+            found.append(float(r))
+            steering.update(state, 2 * r * r * (-r * r).exp(), torch.ones(()), step)
+            if step % 100 == 0:
                 halvings = steering.warn(state, step, halvings)
+    return found, halvings, [str(w.message) for w in said]
+
+
+def test_a_loss_that_saturates_does_not_drive_r_away():
+    """It stops where the curvature falls; unguarded it grows by 5 % a step for ever."""
+    found, _, _ = saturated(math.inf)
+    assert max(found) == found[200] == found[-1] < 50
+
+
+def test_a_loss_that_saturates_halves_r_at_the_bound_and_says_so():
+    found, halvings, said = saturated(0.5)
+    assert max(found) == 0.5
+    assert min(found[found.index(0.5) :]) == pytest.approx(0.25, rel=0.06)
     assert halvings >= 1
-    assert any("cannot be held" in str(w.message) for w in caught)
+    assert any("cannot be held" in words for words in said)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +177,23 @@ def test_it_is_measured_and_shown():
     assert "steered to a loss rise of 0.05 (ramp 1, measured 0.0" in repr(perturber)
 
 
-def test_rise_zero_is_the_run_without_steppe():
-    model, _ = train(steppe.rwp(rise=0))
-    plain = mlp()
+@pytest.mark.parametrize("method", [steppe.rwp, steppe.arwp, steppe.lpf_sgd])
+@pytest.mark.parametrize("zero", [0, lambda step: 0.0])
+@pytest.mark.parametrize(("net", "data"), [(mlp, batch), (conv, images)])
+def test_rise_zero_is_the_run_without_steppe(method, zero, net, data):
+    """Statistics of BatchNorm and the count of their updates as well."""
+    method = method(rise=zero)
+    parts = len(method.passes)
+    model, _ = train(method, 20, model=net(), data=data, parts=parts)
+    plain = net()
     optimizer = sgd(plain)
-    for step in range(60):
-        x, y = batch(step % 5)
-        loss_fn(plain(x), y).backward()
+    for step in range(20):
+        x, y = data(step % 5)
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (loss_fn(plain(xs), ys) / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert equal(weights_of(model), weights_of(plain))
+    assert equal(model.state_dict().values(), plain.state_dict().values())
 
 
 def test_accumulation_gives_the_same_r():
@@ -170,6 +208,62 @@ def test_a_scaler_gives_the_same_r():
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
+def maximizing(maximize, method, steps=60, frozen=()):
+    """What is measured where groups maximize: all, the last layer alone (a two-player game: its loss is
+    the objective with a minus) or none."""
+    model = mlp()
+    model[0].requires_grad_(not frozen)
+    groups = [
+        {"params": part.parameters(), "maximize": own}
+        for part, own in zip((model[0], model[2]), maximize, strict=True)
+    ]
+    optimizer = torch.optim.SGD(groups[bool(frozen) :], lr=0.1, momentum=0.9)
+    perturber = steppe.attach(model, optimizer, method, include_frozen=frozen)
+    for step in range(steps):
+        x, y = batch(step % 5)
+        loss = loss_fn(model(x), y)
+        if method.batches_needed > 1:
+            (-loss / 2 if all(maximize) else loss / 2).backward()
+            loss = loss_fn(model(x), y) / 2
+        (-loss if all(maximize) else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model), perturber.state_dict()["states"]
+
+
+@pytest.mark.parametrize(
+    ("method", "frozen"),
+    [(steppe.rwp, ()), (steppe.m_arwp, ()), (steppe.rwp, ("0.weight",))],
+)
+def test_an_optimizer_that_maximizes_the_negative_loss_gives_the_same_r(method, frozen):
+    method = method(rise=STEADY)
+    weights, states = maximizing((False, False), method, frozen=frozen)
+    others, same = maximizing((True, True), method, frozen=frozen)
+    assert equal(weights, others)
+    assert equal(*([t for s in x for ts in s.values() for t in ts] for x in (states, same)))
+
+
+def test_each_group_is_measured_on_its_own_loss():
+    """At a fixed eps: the slope of a group that maximizes counts with the other sign."""
+    found = []
+    for maximize in ((False, False), (False, True)):
+        _, (state,) = maximizing(maximize, steppe.rwp(rise=STEADY), steps=1)
+        found.append(float(state["steering"][0][0]) / 0.02)
+    model, seen = mlp(), []
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(rise=STEADY))
+    true = weights_of(model)
+    with next(perturber.passes()):
+        x, y = batch(0)
+        loss_fn(model(x), y).backward()
+        seen = [
+            float(((p.detach() - t) * p.grad).sum())
+            for p, t in zip(model.parameters(), true, strict=True)
+        ]
+    assert found[0] == pytest.approx(sum(seen), rel=1e-4)
+    assert found[1] == pytest.approx(sum(seen[:2]) - sum(seen[2:]), rel=1e-4)
+
+
 def test_a_scaler_that_was_not_announced_is_refused():
     model = mlp()
     optimizer = sgd(model)
@@ -180,6 +274,111 @@ def test_a_scaler_that_was_not_announced_is_refused():
     with pytest.raises(RuntimeError, match=r"attach\(\.\.\., scaler=scaler\)"):
         scaler.step(optimizer)
     assert equal(true, weights_of(model))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a frozen one, and one that nothing goes through."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused, self.last = nn.Linear(2, 2), nn.Linear(6, 3)
+        self.to(dtype)
+
+    def forward(self, x):
+        hidden = self.frozen(self.second(self.first(x).tanh()))
+        return self.last(hidden.tanh())
+
+
+def slope_at(here, true, x, y, dtype):
+    """<eps, g> of the perturbed weights `here`, by a twin that steppe knows nothing of."""
+    twin = Tied(dtype)
+    with torch.no_grad():
+        for p, value in zip(twin.parameters(), here, strict=True):
+            p.copy_(value)
+    loss_fn(twin(x), y).backward()
+    trios = zip(here, true, twin.parameters(), strict=True)
+    found = [((a.double() - b.double()) * p.grad).sum() for a, b, p in trios if p.grad is not None]
+    return float(torch.stack(found).sum())
+
+
+HALF = {"strength": 0.5}
+
+
+@pytest.mark.parametrize("make", [steppe.rwp, steppe.m_rwp])
+@pytest.mark.parametrize(
+    ("group", "parts", "clip", "scaled", "compiled", "dtype"),
+    [
+        ({}, 1, None, False, False, torch.float64),
+        ({}, 3, 0.01, False, False, torch.float64),
+        ({}, 2, 0.01, True, False, torch.float64),
+        (HALF, 1, None, False, True, torch.float64),
+        (HALF, 2, 0.01, True, False, torch.bfloat16),
+    ],
+    ids=["plain", "clipped", "scaled", "compiled and strength=", "bf16 and all"],
+)
+def test_the_measure_is_that_of_a_twin(make, group, parts, clip, scaled, compiled, dtype):
+    """With tied, frozen and unused parameters: the sums of <eps, g> and r² against ones by hand."""
+    torch._dynamo.reset()
+    method, model = make(rise=STEADY), Tied(dtype)
+    groups = [
+        {"params": list(model.last.parameters()), **group},
+        {"params": [*model.first.parameters(), *model.frozen.parameters()]},
+        {"params": list(model.unused.parameters())},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=3, enabled=scaled)
+    perturber = steppe.attach(called, optimizer, method, scaler=scaler if scaled else None)
+    num = den = 0.0
+    passes = len(method.passes)
+    for step in range(8):
+        true, slopes, r = weights_of(model), [], perturber.stats()["ratio"]
+        for part in range(parts * passes):
+            x, y = batch(100 * step + part, dtype=dtype)
+            loss = loss_fn(called(x), y) / (parts * passes)
+            here = weights_of(model)
+            scaler.scale(loss).backward()
+            if not equal(here, true):
+                slopes.append(slope_at(here, true, x, y, dtype))
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert len(slopes) == parts
+        num, den = 0.98 * num + 0.02 * sum(slopes) / parts, 0.98 * den + 0.02 * r * r
+    found = steering_of(perturber)
+    rel = 1e-2 if dtype == torch.bfloat16 else 1e-9
+    assert [float(found[0]), float(found[1])] == pytest.approx([num, den], rel=rel)
+
+
+@pytest.mark.parametrize("method", [steppe.rwp, steppe.m_arwp])
+def test_an_overflow_leaves_no_trace(method):
+    """A step that the scaler skips: everything is as without it."""
+
+    def run(overflows):
+        model = mlp()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10**6)
+        perturber = steppe.attach(model, optimizer, method(rise=STEADY), scaler=scaler)
+        for step in range(24):
+            bad = [math.inf] if overflows and step % 4 == 2 else []
+            for factor in (*bad, 1.0):
+                for part in range(2):
+                    x, y = batch(2 * step + part)
+                    scaler.scale(loss_fn(model(factor * x), y) / 2).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        (state,) = perturber.state_dict()["states"]
+        return weights_of(model) + [t for tensors in state.values() for t in tensors]
+
+    assert equal(run(False), run(True))
 
 
 class WithLoss(nn.Module):
@@ -325,6 +524,62 @@ def test_sam_takes_the_rho_that_raises_the_loss_by_the_rise():
     wanted = [0.01 * g / size for g in grads]
     for a, b in zip(eps, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def accumulated(counts, divided_by=None, stop=None, rise=STEADY, **options):
+    """SAM over as many micro-batches a step: the weights, and <eps, g> of each in units of the rise."""
+
+    def made():
+        model = mlp(dtype=torch.float64)
+        optimizer = sgd(model)
+        return model, optimizer, steppe.attach(model, optimizer, steppe.sam(rise=rise), **options)
+
+    model, optimizer, perturber = made()
+    slopes = []
+    for step, count in enumerate(counts):
+        if step == stop:
+            saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, perturber)])
+            model, optimizer, perturber = made()
+            for each, state in zip((model, optimizer, perturber), saved, strict=True):
+                each.load_state_dict(state)
+        slopes.append([])
+        for part in range(count):
+            x, y = batch(10 * step + part, dtype=torch.float64)
+            seen, true = [], weights_of(model)
+
+            def loss_of(x=x, y=y, seen=seen, count=count):
+                seen.append(weights_of(model))
+                return loss_fn(model(x), y) / (divided_by or count)
+
+            perturber.backward(loss_of)
+            twin = mlp(dtype=torch.float64)
+            twin.load_state_dict(model.state_dict())
+            grads = torch.autograd.grad(loss_fn(twin(x), y), list(twin.parameters()))
+            parts = zip(seen[1], true, grads, strict=True)
+            slopes[-1].append(float(sum(((a - b) * g).sum() for a, b, g in parts)) / 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model), slopes
+
+
+def test_sam_over_micro_batches_asks_for_the_rise_of_each():
+    """A loop that divides by 4 also in an epoch's last, shorter step; from the second step on."""
+    _, slopes = accumulated([4, 4, 1, 4, 4, 1], divided_by=4)
+    for found in slopes[1:]:
+        assert found == pytest.approx([1.0] * len(found))
+
+
+def test_sam_over_a_shorter_step_divided_by_its_own_length_is_weaker_never_stronger():
+    _, slopes = accumulated([4, 4, 1, 4, 4])
+    assert [found[0] for found in slopes[1:]] == pytest.approx([1, 0.25, 1, 1])
+    _, slopes = accumulated([1, 4, 1, 4], divided_by=1, microbatch_loss="sum")
+    assert [found[0] for found in slopes] == pytest.approx([1] * 4)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_sam_over_micro_batches_resumes_bit_exactly(stop):
+    counts = [2, 2, 1, 2, 2]
+    assert equal(accumulated(counts)[0], accumulated(counts, stop=stop)[0])
 
 
 def test_arwp_shapes_the_noise_whatever_the_unit_of_the_loss():

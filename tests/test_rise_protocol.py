@@ -121,13 +121,20 @@ def test_probes_are_compared_with_the_meter():
     assert (median, within, n) == (pytest.approx(0.55), 0.5, 2)
 
 
+def test_the_spread_of_arwps_factor_is_listed_where_it_was_recorded():
+    run = rise.Run("regression", "arwp", 0.02, 2, 0.5, rise.FIRST_SEED)
+    lines = {run: {"spread": 1.5}, replace(run, seed=run.seed + 1): {}}
+    assert rise.spreads(lines) == {"regression, 0.02": (1.5, 1)}
+
+
 def test_a_run_writes_its_line(tmp_path):
-    for method in ("baseline", "rwp", "m_rwp", "msam", "equal shares"):
+    for method in ("baseline", "rwp", "arwp", "m_rwp", "msam", "equal shares"):
         run = rise.Run("regression", method, 0.05, 4, 0.5, rise.FIRST_SEED)
         line = rise.train(run, steps=40)
         assert line["score"] <= 100
         assert ("measured" in line) == (method.endswith("rwp") or method == "equal shares")
         assert method[-3:] != "rwp" or line["ratio"] <= line["highest"] <= 0.5
+        assert line.get("spread", 0) > 1 if method == "arwp" else "spread" not in line
 
 
 def test_the_highest_ratio_is_that_before_the_ramp():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,20 @@ class Held:
     """Attributes of modules that have other values for a while, until `let_go()`."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def set(self, module: nn.Module, name: str, value: object) -> None:
-        self._before.append((module, name, getattr(module, name)))
+        self.at_end(partial(setattr, module, name, getattr(module, name)))
         setattr(module, name, value)
+
+    def at_end(self, undo: Callable[[], object]) -> None:
+        """What else is done when it ends."""
+        self._undo.append(undo)
 
     def let_go(self) -> None:
         """Put back what was there before. Safe to repeat."""
-        while self._before:
-            setattr(*self._before.pop())
+        while self._undo:
+            self._undo.pop()()
 
 
 def frozen_statistics(model: nn.Module) -> Held:
@@ -49,13 +54,25 @@ def frozen_statistics(model: nn.Module) -> Held:
     return held
 
 
-def following_statistics(model: nn.Module, seen: int) -> Held:
-    """Running statistics follow one step in several, of which `seen` were before: the first ones by
-    their plain mean, so that they fit from the first such step on."""
-    held = Held()
-    for module in tracked_norms(model):
-        if module.momentum is not None:
-            held.set(module, "momentum", max(module.momentum, 1 / (seen + 1)))
+def following_statistics(model: nn.Module, fresh: list[bool], seen: int) -> Held:
+    """Running statistics follow one step in several, of which `seen` were before: fresh ones at first
+    by their plain mean, so that they fit from the first such step on. `fresh`: which ones held nothing
+    when training began; the first call looks."""
+    held, norms = Held(), tracked_norms(model)
+    if not fresh:
+        means = [m.running_mean for m in norms]
+        fresh += [b is None or b.is_meta or not bool(b.any()) for b in means]
+    share = 1 / (seen + 1)
+    early = [
+        m for m, new in zip(norms, fresh, strict=False) if new and 0 < (m.momentum or 0) < share
+    ]
+    if early and any(m._compiled_call_impl or hasattr(m, "_orig_mod") for m in model.modules()):
+        # a compiler makes a variant for each momentum: it sees 1 alone, and the rest is done afterwards
+        now = [b for m in early for b in (m.running_mean, m.running_var) if b is not None]
+        held.at_end(partial(torch._foreach_lerp_, now, [b.clone() for b in now], 1 - share))
+        share = 1.0
+    for module in early:
+        held.set(module, "momentum", share)
     return held
 
 

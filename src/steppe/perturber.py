@@ -202,8 +202,7 @@ class Perturber:
             for s in weights.params
             if s not in perturbed
         }
-        added = training.leaves.added()
-        left_out |= dict.fromkeys(added, "added to the optimizer after attach()")
+        left_out |= dict.fromkeys(training.leaves.added(), "added to the optimizer after attach()")
         lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)
 
@@ -218,6 +217,8 @@ class Perturber:
             "seed": training.seed,
             "step": self.step,
             "incomplete": training.incomplete,
+            "fresh": list(training.fresh),
+            "divisors": list(training.divisors),
             "parameters": [[s.name, list(s.param.shape)] for s in weights.params],
             "states": [dict(state) for state in training.states.values()],
         }
@@ -268,6 +269,8 @@ class Perturber:
                         old.copy_(new)
         training.seed = state["seed"]
         training.number, training.incomplete = state["step"], state["incomplete"]
+        training.fresh = list(state.get("fresh", ()))
+        training.divisors = list(state.get("divisors", (1.0, 1.0)))
         training.new_step()
 
     def _check_attached(self) -> None:

@@ -25,7 +25,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -182,16 +182,14 @@ def check_share(name: str, value: Any, *, below: bool = False) -> None:
         raise ValueError(f"{name} must be in [0, 1{')' if below else ']'}, got {value}.")
 
 
-def needs_steps(strength: Strength | None) -> bool:
+def needs_steps(strength: Strength | None) -> TypeGuard[Ramp]:
     """Whether this is a schedule that waits for the length of training."""
     return isinstance(strength, Ramp) and strength.steps is None
 
 
 def with_steps(strength: Strength | None, steps: int) -> Strength | None:
     """The same strength with its length filled in where it was left open."""
-    if isinstance(strength, Ramp) and strength.steps is None:
-        return replace(strength, steps=steps)
-    return strength
+    return replace(strength, steps=steps) if needs_steps(strength) else strength
 
 
 def one_strength(**given: Strength | None) -> str:
@@ -247,8 +245,7 @@ class Steering:
 
     def ramp(self, state: Tensor) -> Tensor:
         """How far the noise is let in: 0 in the first steps, 1 when nothing pulls any longer."""
-        root = self._root(state[6], state[7])
-        return root * root
+        return self._root(state[6], state[7]).square()
 
     def _root(self, pull: Tensor, first: Tensor) -> Tensor:
         """The root of the ramp; 0 while the opening's mean, and so `pull`, is still the first."""
@@ -267,17 +264,21 @@ class Steering:
         """Learn from one step, `elapsed` steps after the last: `slope` is S, `pull` the sum of |dL/dz|
         over the outputs. A step that is not finite changes nothing."""
         new_weight, most = 1 - KEPT**elapsed, math.exp(MOST * elapsed)
-        slope, pull = slope.to(state), pull.to(state)
+        slope, pull, asked = slope.to(state), pull.to(state), self.asked(step)
         base, q, first, seen, stuck, halved, r = state[5:].unbind()
-        new = torch.stack([slope, r * r, slope * slope])
+        new = torch.stack([slope, r * r if asked else torch.zeros_like(r), slope * slope])
         means, slow = state[:3].lerp(new, new_weight), state[3:5].lerp(new[:2], new_weight / 2)
-        curvature, before = means[0] / means[1], slow[0] / slow[1]
-        # a loss that saturates looks ever flatter the stronger the noise: no reason for more of it
-        flatter = curvature < before.clamp_min(1e-30) / 2
-        wanted = (2 * self.asked(step) / curvature.clamp_min(1e-30)).sqrt_()
-        highest = torch.where(flatter, base, base * most).clamp_(max=self.bound)
-        base = torch.minimum(wanted, highest).maximum(base / most)
-        stuck = (stuck + elapsed) * (base >= self.bound)
+        if asked:  # otherwise nothing moved, and there is nothing to follow
+            curvature, before = means[0] / means[1], slow[0] / slow[1]
+            # a loss that saturates looks ever flatter the stronger the noise: no reason for more of it
+            flatter = curvature < before.clamp_min(1e-30) / 2
+            sharpest = (
+                math.inf if self.ramped else max(2 * asked / LEAST**2, 1e-30)
+            )  # r is LEAST there
+            wanted = (2 * asked / curvature.clamp(1e-30, sharpest)).sqrt_()
+            highest = torch.where(flatter, base, base * most).clamp_(max=self.bound)
+            base = torch.minimum(wanted, highest).maximum(base / most)
+            stuck = (stuck + elapsed) * (base >= self.bound)
         halve = stuck >= STUCK
         base = torch.where(halve, base / 2, base)
         seen = seen + 1
@@ -292,15 +293,13 @@ class Steering:
     def read(self, state: Tensor, step: int) -> Reading:
         """For `stats()` and `print(perturber)`: waits for the device."""
         num, square, seen = (float(state[n]) for n in (0, 2, 8))
-        late = max(0.0, seen - OPENING)
-        weight = 1 - KEPT ** (seen + (PERIOD - 1) * late)
+        weight = 1 - KEPT ** (seen + (PERIOD - 1) * max(0.0, seen - OPENING))
         mean = num / weight if weight else float("nan")
         spread = max(0.0, square / weight - mean * mean) if weight else float("nan")
         effective = max(1.0, min(seen, (1 + KEPT**PERIOD) / (1 - KEPT**PERIOD)))
-        ramp, ratio = float(self.ramp(state)), float(state[11])
-        stderr = (spread / effective) ** 0.5
-        half = 1.0 if self.linear else 0.5
-        return Reading(self.asked(step), half * mean, half * stderr, ramp, ratio)
+        half, asked = 1.0 if self.linear else 0.5, self.asked(step)
+        stderr, ratio = (spread / effective) ** 0.5, float(state[11]) if asked else 0.0
+        return Reading(asked, half * mean, half * stderr, float(self.ramp(state)), ratio)
 
     def warn(self, state: Tensor, step: int, halvings: int) -> int:
         """Say what does not work, now and then (it waits for the device); the halvings so far."""
@@ -314,9 +313,10 @@ class Steering:
                 "small unit, or saturate under noise: ask for a smaller rise.",
                 stacklevel=2,
             )
-        if SHUT_AFTER < step < SHUT_AFTER + 100 and self.ramped and (ramp := reading.ramp) < 0.05:
+        shut = self.ramped and reading.rise > 0 and reading.ramp < 0.05
+        if shut and SHUT_AFTER < step < SHUT_AFTER + 100:
             warnings.warn(
-                f"After {step} steps the perturbation is still almost off (ramp {ramp:.2g}): the loss "
+                f"After {step} steps the perturbation is still almost off (ramp {reading.ramp:.2g}): the loss "
                 "pulls on the outputs as at the start, so there is nothing to regularise yet. Give the "
                 "rise as a schedule to perturb nevertheless: rise=steppe.constant(0.05).",
                 stacklevel=2,

@@ -165,6 +165,13 @@ class Step:
             own = dict(zip(weights.params, self._own(run), strict=True))
             grads = [own[p] for p in weights.moved]
         self._saw_none = frozen is None and all(g is None for g in grads)
+        groups = self._training.optimizer.param_groups
+        if climbing := {p for g in groups if g.get("maximize", False) for p in g["params"]}:
+            # what falls there is the objective: its negative is the loss
+            pairs = list(zip(weights.moved, grads, strict=True))
+            grads = [-g if g is not None and p.param in climbing else g for p, g in pairs]
+            if frozen is not None and all(g.get("maximize", False) for g in groups):
+                frozen = -frozen
         slope = weights.dot_eps(grads)
         if self.meters_passes:
             slope = slope if frozen is None else slope + frozen
@@ -208,7 +215,7 @@ class Step:
             if training.several and training.ranks.index is None:
                 self._even_out()
             self._learn()
-            training.divisor = self.divisor
+            training.divisors = [training.divisors[1], self.divisor]
         self.settled = True
 
     def _even_out(self) -> None:

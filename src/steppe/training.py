@@ -93,8 +93,8 @@ class Training:
         """Optimizer steps taken since training began."""
         self.incomplete = 0
         """Of these, steps that did not have all passes."""
-        self.divisor = 1.0
-        """By how much the loop divided each loss in the last step."""
+        self.divisors = [1.0, 1.0]
+        """By how much the loop divided each loss in the last two steps."""
         self.several, self.steered = len(method.passes) > 1, method.steered
         self.rests = self.steered and not method.has_clean_pass and bool(tracked_norms(model))
         """Whether every `REST`th step runs without eps, and alone updates BatchNorm's statistics:
@@ -106,6 +106,8 @@ class Training:
             if noise.steering is not None:
                 state["steering"] = [noise.steering.init(weights.sizes)]
         self.halvings = 0
+        self.fresh: list[bool] = []
+        """Of each normalisation layer, whether its statistics held nothing when training began."""
         self.statistics = SharedStatistics(model, method, self.ranks)
         self.signs: list[tuple[int, int, bool]] = []
         """Of the first steps: step, pass, and the sign that all gradients of its output had."""
@@ -157,9 +159,10 @@ class Training:
             )
         self.step.running = run
         try:
-            if run.perturbed and self.step.resting:
-                run.statistics = following_statistics(self.model, self.number // REST)
-            elif run.perturbed:
+            idle = self.rests and run.noise is not None and run.noise.strength(self.number) == 0
+            if run.perturbed and self.step.resting and not idle:
+                run.statistics = following_statistics(self.model, self.fresh, self.number // REST)
+            elif run.perturbed and not idle:  # rise 0 is the run without steppe
                 if self.rests or self.method.has_clean_pass:
                     run.statistics = frozen_statistics(self.model)
                 self.move(run.index, self._draw(run.index))
@@ -181,7 +184,7 @@ class Training:
             return None
         (state,) = self.states[noise]["steering"]
         if steering.linear:  # rise / ‖g‖ is in the loss's own unit
-            return steering.ramp(state) * self.loss_scale() / self.divisor
+            return steering.ramp(state) * self.loss_scale() / max(self.divisors)
         return steering.factor(state)
 
     def move(self, index: int, draw: Draw) -> None:

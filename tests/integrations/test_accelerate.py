@@ -87,6 +87,18 @@ def test_prepare_then_attach_equals_a_loop_by_hand(method, accumulate, clip):
     same_training(found, by_hand(method, accumulate=accumulate, clip=clip))
 
 
+@pytest.mark.parametrize(
+    "method", [steppe.rwp(rise=0.5), steppe.arwp(rise=0.5)], ids=["rwp", "arwp"]
+)
+def test_a_rise_is_the_same_after_50_steps(method):
+    """When the ramp is open."""
+    found = train(method, epochs=18, accumulate=2)
+    expected = by_hand(method, epochs=18, accumulate=2)
+    assert found[1].step > 50
+    assert found[1].stats()["ratio"] > 0.002
+    same_training(found, expected)
+
+
 def test_the_odd_tail_of_an_epoch():
     with pytest.warns(UserWarning, match="passes present add up to one"):
         found = train(M_ARWP, count=5, accumulate=2)

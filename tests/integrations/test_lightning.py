@@ -277,7 +277,36 @@ def test_the_package_pytorch_lightning_too():
         same_training(perturb, module, *reversed(by_hand(method)))
 
 
+@pytest.mark.parametrize(
+    ("method", "accumulate"),
+    [(steppe.rwp, 2), (steppe.m_arwp, 2), (steppe.sam, 1)],
+    ids=["rwp", "m_arwp", "sam"],
+)
+def test_a_rise_is_the_same_after_50_steps(method, accumulate):
+    """When the ramp is open."""
+    method, epochs = method(rise=0.5), 9 * accumulate
+    module, perturb = fit(method, epochs=epochs, accumulate_grad_batches=accumulate)
+    model, perturber = by_hand(method, epochs=epochs, accumulate=accumulate)
+    assert perturber.step > 50
+    assert perturber.stats()["ratio"] > 0.002
+    same_training(perturb, module, perturber, model)
+
+
 # ---------------------------------------------------------------------- mixed precision
+
+
+def test_a_rise_under_a_grad_scaler_is_the_same_after_50_steps():
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=20)
+
+    method = steppe.arwp(rise=0.5)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler())
+    module, perturb = fit(method, plugins=[plugin], epochs=18, accumulate_grad_batches=2)
+    by_us = {"scaler": scaler(), "dtype": torch.float16}
+    model, perturber = by_hand(method, epochs=18, accumulate=2, **by_us)
+    assert perturber.step > 50
+    assert perturber.stats()["ratio"] > 0.002
+    same_training(perturb, module, perturber, model)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,10 @@ def state_of(perturber):
     ids=["arwp", "arwp accumulating", "m_arwp", "lpf_sgd", "rise"],
 )
 def test_equals_a_loop_by_hand(kind, method, accumulate, clip, tmp_path):
+    equals_a_loop_by_hand(kind, method, accumulate, clip, tmp_path)
+
+
+def equals_a_loop_by_hand(kind, method, accumulate, clip, tmp_path, epochs=2):
     new, data = (language_model, sentences()) if kind == "text" else (vision_model, pictures())
     trainer, perturb = make(
         method,
@@ -171,14 +175,24 @@ def test_equals_a_loop_by_hand(kind, method, accumulate, clip, tmp_path):
         data=data,
         gradient_accumulation_steps=accumulate,
         max_grad_norm=clip or 0.0,
+        num_train_epochs=epochs,
     )
     trainer.train()
     model = new()
     batches = trainer.data_collator.batches
     perturber = by_hand(method, model, batches, accumulate=accumulate, clip=clip)
-    assert perturb.perturber.step == perturber.step == 12 // accumulate
+    assert perturb.perturber.step == perturber.step == 6 * epochs // accumulate
     assert equal(weights_of(trainer.model), weights_of(model))
     assert equal(state_of(perturb.perturber), state_of(perturber))
+    return perturber
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_rise_is_the_same_after_50_steps(kind, tmp_path):
+    """When the ramp is open."""
+    perturber = equals_a_loop_by_hand(kind, steppe.rwp(rise=0.5), 2, None, tmp_path, 18)
+    assert perturber.step > 50
+    assert perturber.stats()["ratio"] > 0.002
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

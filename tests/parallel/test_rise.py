@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import steppe
-from tests.nets import loss_fn, mlp
+from tests.nets import equal, loss_fn, mlp, weights_of
 from tests.parallel.harness import run
 from tests.parallel.test_ddp import assert_close, data, history_of, one_process, sgd, train
 
@@ -61,6 +62,49 @@ def test_one_eps_on_two_ranks_is_steered_as_in_one_process(kind, accumulate):
     alone = together(None, "", method, accumulate)
     for found in run(2, together, kind, method, accumulate):
         torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-9)
+
+
+def own_eps(rank, method, accumulate):
+    """The running sums of the meter, and what they are by hand: the mean of <eps, g> over all perturbed
+    passes of all ranks, each with its own eps and batch."""
+    model = mlp(dtype=torch.float64)
+    wrapped, twin = DDP(model), mlp(dtype=torch.float64)
+    optimizer = sgd(model)
+    perturber = steppe.attach(wrapped, optimizer, method)
+    num = den = 0.0
+    moved = []
+    for step in range(8):
+        true, r, slopes = weights_of(model), perturber.stats()["ratio"], []
+        for part in range(accumulate):
+            x, y = data(10 * step + part, rank)
+            loss = loss_fn(wrapped(x), y) / accumulate
+            here = weights_of(model)
+            loss.backward()
+            with torch.no_grad():
+                for p, value in zip(twin.parameters(), here, strict=True):
+                    p.copy_(value)
+            grads = torch.autograd.grad(loss_fn(twin(x), y), list(twin.parameters()))
+            if not equal(here, true):
+                trios = zip(here, true, grads, strict=True)
+                slopes.append(sum(((a - b) * g).sum() for a, b, g in trios))
+                moved.append(here[0] - true[0])
+        optimizer.step()
+        optimizer.zero_grad()
+        total = torch.tensor([sum(slopes), len(slopes)], dtype=torch.float64)
+        dist.all_reduce(total)
+        num, den = 0.98 * num + 0.02 * float(total[0] / total[1]), 0.98 * den + 0.02 * r * r
+    (state,) = perturber.state_dict()["states"]
+    return state["steering"][0][:2].tolist(), [num, den], moved
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", [steppe.rwp, steppe.m_rwp])
+def test_ranks_with_an_eps_of_their_own_measure_the_mean(make, accumulate):
+    first, second = run(2, own_eps, make(rise=rise()), accumulate)
+    for found, expected, _ in (first, second):
+        assert found == pytest.approx(expected, rel=1e-9)
+    assert second[2]
+    assert not first[2] or not torch.equal(first[2][0], second[2][0])
 
 
 def slopes(rank, method, draws):

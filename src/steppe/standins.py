@@ -31,26 +31,30 @@ class Call:
     """What runs when the attached model is called, in the place of torch's own way to call it."""
 
     def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
+        self._hooks: Hooks | None = hooks
+        self._module = module
         compiled = getattr(module, CALLS[0], None)
         self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
         self._call = getattr(module, self._name)
         vars(module)[self._name] = self
 
     def remove(self) -> None:
+        self._hooks = None  # module.compile() may have come since and keep this object
         if vars(self._module).get(self._name) is self:
             del vars(self._module)[self._name]
             if self._name == CALLS[0]:
                 vars(self._module)[self._name] = self._call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._hooks.before_forward(self._module, (args, kwargs))
+        if (hooks := self._hooks) is None:
+            return self._call(*args, **kwargs)
+        hooks.before_forward(self._module, (args, kwargs))
         try:
             output = self._call(*args, **kwargs)
         except BaseException:
-            self._hooks.forward_failed()
+            hooks.forward_failed()
             raise
-        self._hooks.after_forward(self._module, (args, kwargs), output)
+        hooks.after_forward(self._module, (args, kwargs), output)
         return output
 
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from steppe.distributed import is_sharded
 from steppe.passes import EARLY, Run, leaves_of, put_back
 from steppe.schedules import differentiable, watch_pull
-from steppe.standins import ASKS, MODE, STATE, Call, Hook, Mode, ScalerAsks, State
+from steppe.standins import MODE, STATE, Call, Hook, Mode, ScalerAsks, State
 from steppe.training import Training
 
 
@@ -36,14 +36,15 @@ class Hooks:
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
         ]
-        self._asks = ScalerAsks(getattr(optimizer, ASKS, False), training.several)
-        vars(optimizer)[ASKS], vars(optimizer)[STATE] = self._asks, State(self, optimizer)
+        self.scaled = False
+        """Whether a GradScaler is about to step the optimizer."""
+        ScalerAsks.join(self, optimizer, training.several)
         self._call = Call(self, model)
         # a module without weights may be a part of several models
         self._modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
         gather = training.several and training.weights.shards.several
         for module in self._modules:
-            vars(module)[STATE] = State(self, module)
+            vars(module)[STATE] = State([self], module)
             vars(module).setdefault(MODE, Mode(self, module))
             self._handles += [
                 module.register_state_dict_pre_hook(Hook(self, "before_look")),
@@ -66,15 +67,13 @@ class Hooks:
         """Leave model and optimizer as they were, and no reference to either."""
         for handle in self._handles:
             handle.remove()
-        for module in (*self._modules, self._training.optimizer):
+        for module in self._modules:
             vars(module).pop(STATE, None)
             if isinstance(vars(module).get(MODE), Mode):
                 del vars(module)[MODE]
         self._training.weights.frozen.remove()
         self._call.remove()
-        vars(self._training.optimizer).pop(ASKS, None)
-        if self._asks._answer:
-            setattr(self._training.optimizer, ASKS, True)
+        ScalerAsks.leave(self, self._training.optimizer)
         self._handles, self._modules, self._owners = [], [], []
         del self._call
 
@@ -225,7 +224,7 @@ class Hooks:
 
     def before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training = self._training
-        scaled, self._asks.asked = self._asks.asked, False
+        scaled, self.scaled = self.scaled, False
         if training.stepping:
             training.stepping += 1
             return None

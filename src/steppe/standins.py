@@ -61,11 +61,12 @@ class Call:
 class State:
     """What a copy or a pickle of a module or optimizer is made from: true weights, nothing of ours."""
 
-    def __init__(self, hooks: Hooks, module: nn.Module | Optimizer) -> None:
-        self._hooks, self._module = hooks, module
+    def __init__(self, users: list[Hooks], module: nn.Module | Optimizer) -> None:
+        self._users, self._module = users, module
 
     def __call__(self) -> Any:
-        self._hooks.before_look()
+        for hooks in self._users:
+            hooks.before_look()
         state = type(self._module).__getstate__(self._module)  # type: ignore[arg-type]
         if not isinstance(state, dict):
             return state
@@ -106,11 +107,32 @@ def _is_ours(hook: Any) -> bool:
 
 class ScalerAsks:
     """Stands in for what a GradScaler asks of an optimizer right before it steps: whether it can
-    unscale gradients by itself. torch says in no other place that a scaler is there."""
+    unscale gradients by itself. torch says in no other place that a scaler is there.
+
+    An optimizer has one of it, and one `State`, for all models that are attached with it."""
 
     def __init__(self, answer: bool, several: bool) -> None:
-        self._answer, self.asked, self.several = answer, False, several
+        self._answer, self.several = answer, several
+        self._users: list[Hooks] = []
+
+    @staticmethod
+    def join(hooks: Hooks, optimizer: Optimizer, several: bool) -> None:
+        asks = getattr(optimizer, ASKS, False)
+        if not isinstance(asks, ScalerAsks):
+            asks = vars(optimizer)[ASKS] = ScalerAsks(asks, several)
+            vars(optimizer)[STATE] = State(asks._users, optimizer)
+        asks._users.append(hooks)
+
+    @staticmethod
+    def leave(hooks: Hooks, optimizer: Optimizer) -> None:
+        asks = vars(optimizer)[ASKS]
+        asks._users.remove(hooks)
+        if not asks._users:
+            del vars(optimizer)[ASKS], vars(optimizer)[STATE]
+            if asks._answer:
+                setattr(optimizer, ASKS, True)
 
     def __bool__(self) -> bool:
-        self.asked = True
+        for hooks in self._users:
+            hooks.scaled = True
         return self._answer

@@ -27,36 +27,33 @@ class Held:
         setattr(module, name, value)
 
     def let_go(self) -> None:
-        """Put back what was there before. Safe to repeat."""
+        """Put back what was there before. Safe to repeat, also if Ctrl-C came in between."""
         while self._before:
-            setattr(*self._before.pop())
+            setattr(*self._before[-1])
+            self._before.pop()
 
 
-def frozen_statistics(model: nn.Module) -> Held:
+def freeze_statistics(model: nn.Module, held: Held) -> None:
     """Running statistics stay as they are while a pass normalises with its batch's own.
 
     `track_running_stats = False` until the end of backward, so that activation checkpointing
     recomputes the same thing. (`momentum = 0` would turn one infinite batch into NaN statistics
     and still count it.) InstanceNorm updates its buffers whatever the flag says: they are put away.
     """
-    held = Held()
     for module in (m for m in tracked_norms(model) if m.training):
         if isinstance(module, _InstanceNorm):
             held.set(module, "running_mean", None)
             held.set(module, "running_var", None)
         else:
             held.set(module, "track_running_stats", False)
-    return held
 
 
-def following_statistics(model: nn.Module, seen: int) -> Held:
+def follow_statistics(model: nn.Module, held: Held, seen: int) -> None:
     """Running statistics follow one step in several, of which `seen` were before: the first ones by
     their plain mean, so that they fit from the first such step on."""
-    held = Held()
     for module in tracked_norms(model):
         if module.momentum is not None:
             held.set(module, "momentum", max(module.momentum, 1 / (seen + 1)))
-    return held
 
 
 class SharedStatistics:

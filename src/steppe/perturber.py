@@ -59,13 +59,14 @@ class Perturber:
         return self._training.weights.away
 
     def restore(self) -> None:
-        """Put the true weights back now, if a forward was interrupted or its loss thrown away."""
+        """Put the true weights back now, if a pass was interrupted or its loss thrown away."""
+        self._training.holding = None
         self._training.restore()
 
     def new_step(self, *, drop_gradients: bool = False) -> None:
         """Forget the passes since the last optimizer step, where a loop threw their gradients away
         in a way that cannot be seen (or throws them away here)."""
-        self._training.restore()
+        self.restore()
         self._training.new_step()
         if drop_gradients:
             self._training.leaves.set_aside()

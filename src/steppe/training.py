@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from steppe.batchnorm import (
+    Held,
     SharedStatistics,
-    following_statistics,
-    frozen_statistics,
+    follow_statistics,
+    freeze_statistics,
     tracked_norms,
 )
 from steppe.distributed import Ranks
@@ -158,10 +159,10 @@ class Training:
         self.step.running = run
         try:
             if run.perturbed and self.step.resting:
-                run.statistics = following_statistics(self.model, self.number // REST)
+                follow_statistics(self.model, run.statistics, self.number // REST)
             elif run.perturbed:
                 if self.rests or self.method.has_clean_pass:
-                    run.statistics = frozen_statistics(self.model)
+                    freeze_statistics(self.model, run.statistics)
                 self.move(run.index, self._draw(run.index))
             self.step.open(run)
         except BaseException:
@@ -200,9 +201,9 @@ class Training:
 
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
-        run, self.step.running = self.step.running, None
-        if run is not None:
-            run.statistics.let_go()
+        if (run := self.step.running) is not None:
+            run.statistics.let_go()  # first: nobody else knows of them
+            self.step.running = None
         if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
@@ -258,17 +259,18 @@ class Training:
         """The weights of a pass (None: the true ones), the same random numbers every time."""
         with torch.random.fork_rng():
             self.restore()
-            self.probing = True
-            statistics = frozen_statistics(self.model)
+            held = Held()
             try:
+                self.probing = True
+                freeze_statistics(self.model, held)
                 if index is not None:
                     self.move(index, Draw(self.seed + sample, self.number, PROBE_STREAM))
                 yield
                 self.weights.frozen.check_ran()
             finally:
-                self.restore()
-                statistics.let_go()
                 self.probing = False
+                held.let_go()
+                self.restore()
 
     @contextmanager
     def running_closure(self) -> Iterator[None]:

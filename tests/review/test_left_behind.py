@@ -1,13 +1,20 @@
 """What is left behind: after `detach()`, after something failed half-way, and after Ctrl-C."""
 
+import linecache
+import sys
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 import steppe
 from tests.nets import equal, loss_fn, weights_of
-from tests.review.loops import attached, data
+from tests.review.loops import attached, data, step_with, train
 
 RWP = steppe.rwp(0.5)
+RISE = steppe.rwp(rise=steppe.constant(0.1))
 
 
 # ---------------------------------------------------------------------- detach()
@@ -39,3 +46,88 @@ def test_a_model_that_was_compiled_since_is_free_after_detach(compiled):
     loss.backward()
     assert equal(weights_of(model), true)
     again.detach()
+
+
+# ---------------------------------------------------------------------- Ctrl-C, wherever it comes
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt before the `at`th line that runs inside, of the modules that hold states.
+
+    Not where a block ends that turns gradients off: there Python itself lets none come.
+    """
+
+    MODULES = ("passes.py", "training.py", "batchnorm.py")
+
+    def __init__(self, at):
+        self.left = at
+
+    def __enter__(self):
+        sys.settrace(self.call)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def call(self, frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        ours = path.parent.name == "steppe" and path.name in self.MODULES
+        return self.line if ours else None
+
+    def line(self, frame, event, argument):
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "torch.no_grad()" not in code:
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.line
+
+
+def normed():
+    torch.manual_seed(0)
+    parts = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    return nn.Sequential(*parts).double()
+
+
+def interrupted(method, at, explicit):
+    """Whether Ctrl-C came before the end of the step; the next steps must be as if it had not."""
+    model, optimizer, perturber = attached(method, model=normed())
+
+    def step(number):
+        if explicit:
+            step_with(perturber, model, optimizer, number)
+        else:
+            train(model, optimizer, steps=1)
+
+    step(0)
+    true = weights_of(model)
+    ctrl_c = CtrlC(at)
+    try:
+        with ctrl_c:
+            x, y = data(1)
+            if explicit:
+                perturber.backward(lambda: loss_fn(model(x), y))
+            else:
+                loss_fn(model(x), y).backward()
+    except KeyboardInterrupt:
+        pass
+    perturber.restore()
+    assert equal(weights_of(model), true)
+    assert [(m.track_running_stats, m.momentum) for m in model[1:3]] == [(True, 0.1)] * 2
+    optimizer.zero_grad()
+    perturber.new_step()
+    step(2)
+    assert perturber.step == 2
+    return ctrl_c.left <= 0
+
+
+@pytest.mark.parametrize(
+    ("method", "explicit"), [(RISE, True), (RISE, False), (steppe.sam(0.1), True)]
+)
+def test_nothing_stays_behind_after_ctrl_c_anywhere(method, explicit):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
+        at = 1
+        while interrupted(method, at, explicit):
+            at += 2
+    assert at > 50

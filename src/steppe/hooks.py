@@ -9,9 +9,11 @@ state without any of this, at the true weights.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -225,21 +227,23 @@ class Hooks:
     def before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training = self._training
         scaled, self.scaled = self.scaled, False
-        if training.stepping:
-            training.stepping += 1
+        if training.stepping and (depth := _depth(training.optimizer)) > 1:
+            training.stepping = depth
             return None
         training.restore()
         training.leaves.notice_added()
         if scaled:
             training.check_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        step = training.step
+        step, training.stepping = training.step, 0
         if closure is None:
             step.idle = not step.done and _stands_still(training.optimizer)
-            if not step.idle:
+            if not (step.idle or step.settled):  # by a try before that raised
                 step.settle()
             training.stepping = 1
             return None
+        if step.settled:
+            training.new_step()
         training.stepping = 1
         run = loss_closure if training.loop.closure == "loss" else loop_closure
         ours = partial(run, training, closure)
@@ -251,6 +255,14 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _depth(optimizer: Optimizer) -> int:
+    """How many calls of its step() are under way: a subclass may call `super().step()`. The stack knows;
+    of calls that are merely counted, one that raised would stay for ever."""
+    frames = [frame for frame, _ in walk_stack(sys._getframe(2))]
+    torchs = [f for f in frames if f.f_code is frames[0].f_code]  # its wrapper around each of them
+    return sum(any(value is optimizer for value in f.f_locals.values()) for f in torchs)
 
 
 def _stands_still(optimizer: Optimizer) -> bool:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from steppe.distributed import is_sharded
 from steppe.passes import EARLY, Run, leaves_of, put_back
 from steppe.schedules import differentiable, watch_pull
-from steppe.standins import MODE, STATE, Call, Hook, Mode, ScalerAsks, State
+from steppe.standins import MODE, STATE, Call, Hook, Mode, ScalerAsks, State, check_scaler
 from steppe.training import Training
 
 
@@ -233,7 +233,7 @@ class Hooks:
         training.restore()
         training.leaves.notice_added()
         if scaled:
-            training.check_scaler()
+            check_scaler(training)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         step, training.stepping = training.step, 0
         if closure is None:

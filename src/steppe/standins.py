@@ -17,6 +17,7 @@ from steppe.frozen import Forward
 
 if TYPE_CHECKING:
     from steppe.hooks import Hooks
+    from steppe.training import Training
 
 CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
 MODE, ASKS = "train", "_step_supports_amp_scaling"
@@ -136,3 +137,22 @@ class ScalerAsks:
         for hooks in self._users:
             hooks.scaled = True
         return self._answer
+
+
+def check_scaler(training: Training) -> None:
+    """A scaler steps the optimizer: refuse what it would make wrong if nobody announced it."""
+    if training.scaler is not None:
+        return
+    unscaled = training.step.loss_unscaled
+    noted = training.several and any(n.learns_from == "pass" for n in training.states)
+    if unscaled or noted or training.steered:
+        problem = (
+            "perturber.backward() did not multiply the loss by its scale"
+            if unscaled
+            else f"{training.method.name}() reads gradients inside backward, where they are "
+            "multiplied by its scale"
+        )
+        raise RuntimeError(
+            f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: "
+            "attach(..., scaler=scaler)."
+        )

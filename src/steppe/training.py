@@ -300,24 +300,6 @@ class Training:
         one = torch.ones((), device=self.weights.device)
         return self.scaler.scale(one).to(self.weights.dtype)
 
-    def check_scaler(self) -> None:
-        """A scaler steps the optimizer: refuse what it would make wrong if nobody announced it."""
-        if self.scaler is not None:
-            return
-        unscaled = self.step.loss_unscaled
-        noted = self.several and any(n.learns_from == "pass" for n in self.states)
-        if unscaled or noted or self.steered:
-            problem = (
-                "perturber.backward() did not multiply the loss by its scale"
-                if unscaled
-                else f"{self.method.name}() reads gradients inside backward, where they are "
-                "multiplied by its scale"
-            )
-            raise RuntimeError(
-                f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: "
-                "attach(..., scaler=scaler)."
-            )
-
     def compare_losses(self, run: Run, gradient: Tensor) -> None:
         """Warn where micro-batches look like different losses (a discriminator's real and fake):
         in two steps, their gradients have one sign each, and not the same."""

@@ -120,6 +120,7 @@ class Training:
         self.leaves = Leaves(self)
         self.step = Step(self)
         self.marks: tuple[object, ...] | None = None
+        self._norms: list[float] = []
         self._unaccounted = 0
         self._passed = False
         """Whether a pass ran since the last step of the optimizer."""
@@ -218,14 +219,15 @@ class Training:
                 self.step.close(run)
             finally:
                 self.restore()
-            self.marks, self._passed = self.weights.marks(), True
+            self.marks, self._norms, self._passed = self.weights.marks(), self._norms_now(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
         if not self._passed or self.marks is None:
             return
-        before, self.marks = self.marks, self.weights.marks()
-        self._unaccounted += self.marks != before
+        before = self.marks, self._norms
+        self.marks, self._norms = self.weights.marks(), self._norms_now()
+        self._unaccounted += before != (self.marks, self._norms)
         if self._unaccounted > 1:
             raise RuntimeError(
                 "The weights were updated twice without a step of the attached "
@@ -233,6 +235,13 @@ class Training:
                 "Attach the optimizer whose step() updates the weights, and update them by "
                 "optimizer.step() alone."
             )
+
+    def _norms_now(self) -> list[float]:
+        """Until a step is seen, values are looked at too: what `p.data` writes has no other mark."""
+        weights = self.weights
+        if self.number or weights.shards.several or weights.sizes.is_meta:
+            return []
+        return weights.filter_norms().nan_to_num(-1.0).tolist()
 
     def probe(self, closure: Callable[[], Tensor], samples: int) -> Probe:
         """The loss at the true weights and at `samples` draws, without a trace in the run."""

@@ -196,31 +196,40 @@ def test_a_wrapper_whose_base_optimizer_takes_the_steps(name):
     assert equal(history_of(perturber), history_of(other))
 
 
+@torch.no_grad()
+def in_place(model):
+    for p in model.parameters():
+        p.sub_(0.1 * p.grad)
+        p.grad = None
+
+
+def through_data(model):
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad
+        p.grad = None
+
+
+@pytest.mark.parametrize("update", [in_place, through_data])
 @pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
-def test_weights_that_are_updated_by_hand_are_noticed(method):
+def test_weights_that_are_updated_by_hand_are_noticed(method, update):
     model, _, perturber = attached(method)
     updates = 0
     with pytest.raises(RuntimeError, match=r"optimizer\.step"):
         for step in range(3):
             perturber.backward(lambda: loss_fn(model(data(step)[0]), data(step)[1]))
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(0.1 * p.grad)
-                    p.grad = None
+            update(model)
             updates += 1
     assert updates <= 2
 
 
-def test_an_unchanged_loop_that_updates_by_hand_is_noticed():
+@pytest.mark.parametrize("update", [in_place, through_data])
+def test_an_unchanged_loop_that_updates_by_hand_is_noticed(update):
     model, _, _ = attached(steppe.rwp(0.05))
     updates = 0
     with pytest.raises(RuntimeError, match=r"optimizer\.step"):
         for step in range(3):
             loss_fn(model(data(step)[0]), data(step)[1]).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(0.1 * p.grad)
-            model.zero_grad()
+            update(model)
             updates += 1
     assert updates <= 2
 

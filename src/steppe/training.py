@@ -312,10 +312,13 @@ class Training:
     def compare_losses(self, run: Run, gradient: Tensor) -> None:
         """Warn where micro-batches look like different losses (a discriminator's real and fake):
         in two steps, their gradients have one sign each, and not the same."""
-        if gradient.dim() == 0 or gradient.numel() != gradient.shape[0] or gradient.is_meta:
+        dense = type(gradient) is Tensor and gradient.layout is torch.strided
+        if not dense or gradient.is_meta or gradient.is_complex():
             return
-        low, high = float(gradient.min()), float(gradient.max())
-        if low < 0 < high or low == high == 0:
+        if gradient.dim() == 0 or gradient.numel() == 0:
+            return
+        low, high = map(float, gradient.aminmax())
+        if low == high == 0 or not (low >= 0 or high <= 0):  # NaN is neither
             return
         self.signs.append((self.number, run.index, high > 0))
         steps, passes, signs = (set(column) for column in zip(*self.signs, strict=True))

@@ -48,6 +48,17 @@ def freeze_statistics(model: nn.Module, held: Held) -> None:
             held.set(module, "track_running_stats", False)
 
 
+def copy_buffers(model: nn.Module, held: Held) -> None:
+    """Whatever a forward writes into buffers goes to copies of them."""
+    copies: dict[Tensor, Tensor] = {}  # a buffer may have several places
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in copies:
+                    copies[buffer] = buffer.clone()
+                held.set(module, name, copies[buffer])
+
+
 def follow_statistics(model: nn.Module, held: Held, seen: int) -> None:
     """Running statistics follow one step in several, of which `seen` were before: the first ones by
     their plain mean, so that they fit from the first such step on."""

@@ -161,7 +161,7 @@ class Perturber:
         """Compare the loss at the true weights with the loss at perturbed ones.
 
         `closure` gives the loss. Each sample is a fresh draw; dropout and the like see the same
-        random numbers every time, and neither the run nor the global random state is touched.
+        random numbers every time, and neither the run, buffers nor the global random state are touched.
         """
         self._check_attached()
         if samples < 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from steppe.batchnorm import (
     Held,
     SharedStatistics,
+    copy_buffers,
     follow_statistics,
     freeze_statistics,
     tracked_norms,
@@ -272,6 +273,7 @@ class Training:
             try:
                 self.probing = True
                 freeze_statistics(self.model, held)
+                copy_buffers(self.model, held)
                 if index is not None:
                     self.move(index, Draw(self.seed + sample, self.number, PROBE_STREAM))
                 yield

@@ -114,18 +114,8 @@ def attach(
         raise ValueError(f"Nothing is left to perturb: {skipped or 'no parameters'}.")
     ranks = find_ranks(model, method, Asked(passes_over, noise, ascent))
     weights = Weights(chosen, optimizer, Shards(model), frozen)
-    training = Training(
-        model,
-        method,
-        optimizer,
-        weights,
-        ranks,
-        seed=int(seed),
-        microbatch_loss=microbatch_loss,
-        on_incomplete=on_incomplete,
-        scaler=scaler,
-        loop=loop or Loop(),
-    )
+    given = int(seed), microbatch_loss, on_incomplete, scaler, loop or Loop()
+    training = Training(model, method, optimizer, weights, ranks, *given)
     training.statistics.narrow(model)
     return Perturber(training, Hooks(training), skipped)
 
@@ -320,6 +310,12 @@ def _check_kinds(
     model: object, optimizer: object, method: object, seed: object, scaler: object
 ) -> None:
     _check_model_and_seed(model, seed)
+    for name, part in model.named_modules():  # type: ignore[attr-defined]
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            raise TypeError(
+                f"{name or 'The model'} is a ScriptModule, which takes none of the hooks that steppe needs. Attach "
+                "the model that it was made from; torch.jit.script and trace work on an attached one."
+            )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. Make one first: "

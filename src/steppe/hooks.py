@@ -33,51 +33,46 @@ class Hooks:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        model, optimizer = training.model, training.optimizer
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-        ]
         self.scaled = False
         """Whether a GradScaler is about to step the optimizer."""
-        ScalerAsks.join(self, optimizer, training.several)
-        self._call = Call(self, model)
+        model, optimizer, numbers = training.model, training.optimizer, training.leaves.numbers
         # a module without weights may be a part of several models
         self._modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
-        gather = training.several and training.weights.shards.several
-        for module in self._modules:
-            vars(module)[STATE] = State([self], module)
-            vars(module).setdefault(MODE, Mode(self, module))
-            self._handles += [
-                module.register_state_dict_pre_hook(Hook(self, "before_look")),
-                module.register_load_state_dict_pre_hook(Hook(self, "before_load")),
-            ]
-            if gather and hasattr(module, "reshard"):
-                # after FSDP's own, when the module's parameters are the gathered ones
-                hook = module.register_forward_pre_hook(Hook(self, "gathered"))
-                self._handles.append(hook)
-        training.weights.frozen.install()
-        numbers = training.leaves.numbers
         self._owners = [
             (module, name, param, numbers[param])
             for module in self._modules
             for name, param in module._parameters.items()
             if param is not None and param in numbers
         ]
+        gather = training.several and training.weights.shards.several
+        with ExitStack() as undo:
+            undo.callback(training.let_go)
+
+            def add(handle: Any) -> None:
+                undo.callback(handle.remove)
+
+            add(optimizer.register_step_pre_hook(self.before_step))
+            add(optimizer.register_step_post_hook(self.after_step))
+            ScalerAsks.join(self, optimizer, training.several)
+            undo.callback(ScalerAsks.leave, self, optimizer)
+            for module in self._modules:
+                add(State(self, module, STATE))
+                if MODE not in vars(module):
+                    add(Mode(self, module, MODE))
+                add(module.register_state_dict_pre_hook(Hook(self, "before_look")))
+                add(module.register_load_state_dict_pre_hook(Hook(self, "before_load")))
+                if gather and hasattr(module, "reshard"):
+                    # after FSDP's own, when the module's parameters are the gathered ones
+                    add(module.register_forward_pre_hook(Hook(self, "gathered")))
+            undo.callback(training.weights.frozen.remove)
+            training.weights.frozen.install()
+            add(Call(self, model))
+            self._undo = undo.pop_all()
 
     def remove(self) -> None:
         """Leave model and optimizer as they were, and no reference to either."""
-        for handle in self._handles:
-            handle.remove()
-        for module in self._modules:
-            vars(module).pop(STATE, None)
-            if isinstance(vars(module).get(MODE), Mode):
-                del vars(module)[MODE]
-        self._training.weights.frozen.remove()
-        self._call.remove()
-        ScalerAsks.leave(self, self._training.optimizer)
-        self._handles, self._modules, self._owners = [], [], []
-        del self._call
+        self._undo.close()
+        self._modules, self._owners = [], []
 
     def before_look(self, *_: Any, **__: Any) -> None:
         self._training.restore()

@@ -76,7 +76,6 @@ class Perturber:
         if self._attached:
             self._training.restore()
             self._hooks.remove()
-            self._training.let_go()
             self._attached = False
 
     def passes(self) -> Iterator[Run]:

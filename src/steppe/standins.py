@@ -28,67 +28,73 @@ def attached(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(vars(module).get(STATE), State))
 
 
-class Call:
+class StandIn:
+    """What stands in an attribute of a module or optimizer until `remove()`."""
+
+    def __init__(self, hooks: Any, module: Any, name: str) -> None:
+        self._hooks, self._module, self._name = hooks, module, name
+        self._kind: Any = type(module)
+        vars(module)[name] = self
+
+    def remove(self) -> None:
+        if vars(self._module).get(self._name) is self:
+            del vars(self._module)[self._name]
+
+
+class Call(StandIn):
     """What runs when the attached model is called, in the place of torch's own way to call it."""
 
     def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks: Hooks | None = hooks
-        self._module = module
         compiled = getattr(module, CALLS[0], None)
-        self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
-        self._call = getattr(module, self._name)
-        vars(module)[self._name] = self
+        name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
+        self._call, self._removed = getattr(module, name), False
+        super().__init__(hooks, module, name)
 
     def remove(self) -> None:
-        self._hooks = None  # module.compile() may have come since and keep this object
-        if vars(self._module).get(self._name) is self:
-            del vars(self._module)[self._name]
-            if self._name == CALLS[0]:
-                vars(self._module)[self._name] = self._call
+        self._removed = True  # module.compile() may have come since and keep this object
+        super().remove()
+        if self._name == CALLS[0]:
+            vars(self._module).setdefault(self._name, self._call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (hooks := self._hooks) is None:
+        if self._removed:
             return self._call(*args, **kwargs)
-        hooks.before_forward(self._module, (args, kwargs))
+        self._hooks.before_forward(self._module, (args, kwargs))
         try:
             output = self._call(*args, **kwargs)
         except BaseException:
-            hooks.forward_failed()
+            self._hooks.forward_failed()
             raise
-        hooks.after_forward(self._module, (args, kwargs), output)
+        self._hooks.after_forward(self._module, (args, kwargs), output)
         return output
 
 
-class State:
+class State(StandIn):
     """What a copy or a pickle of a module or optimizer is made from: true weights, nothing of ours."""
 
-    def __init__(self, users: list[Hooks], module: nn.Module | Optimizer) -> None:
-        self._users, self._module = users, module
-
     def __call__(self) -> Any:
-        for hooks in self._users:
-            hooks.before_look()
-        state = type(self._module).__getstate__(self._module)  # type: ignore[arg-type]
-        if not isinstance(state, dict):
-            return state
-        ours, kinds = (STATE, *CALLS), (Forward, Mode)
-        state = {k: v for k, v in state.items() if k not in ours and not isinstance(v, kinds)}
-        for name, table in state.items():
-            if name.endswith("_hooks") and isinstance(table, dict):
-                state[name] = type(table)((k, h) for k, h in table.items() if not _is_ours(h))
-        return state
+        self._hooks.before_look()
+        state = self._kind.__getstate__(self._module)
+        return without_ours(state) if isinstance(state, dict) else state
 
 
-class Mode:
+def without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module without stand-ins, and its tables without our hooks."""
+    ours = (StandIn, Forward)
+    state = {k: v for k, v in state.items() if k not in CALLS and not isinstance(v, ours)}
+    for name, table in state.items():
+        if name.endswith("_hooks") and isinstance(table, dict):
+            state[name] = type(table)((k, h) for k, h in table.items() if not _is_ours(h))
+    return state
+
+
+class Mode(StandIn):
     """A module's `train()` and `eval()`: a part may be evaluated without a call of the attached model."""
 
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-
-    def __call__(self, mode: bool = True) -> nn.Module:
+    def __call__(self, mode: bool = True) -> Any:
         if not mode:
             self._hooks.before_evaluation()
-        return type(self._module).train(self._module, mode)
+        return self._kind.train(self._module, mode)
 
 
 class Hook:
@@ -121,7 +127,7 @@ class ScalerAsks:
         asks = getattr(optimizer, ASKS, False)
         if not isinstance(asks, ScalerAsks):
             asks = vars(optimizer)[ASKS] = ScalerAsks(asks, several)
-            vars(optimizer)[STATE] = State(asks._users, optimizer)
+            State(asks, optimizer, STATE)
         asks._users.append(hooks)
 
     @staticmethod
@@ -132,6 +138,10 @@ class ScalerAsks:
             del vars(optimizer)[ASKS], vars(optimizer)[STATE]
             if asks._answer:
                 setattr(optimizer, ASKS, True)
+
+    def before_look(self) -> None:
+        for hooks in self._users:
+            hooks.before_look()
 
     def __bool__(self) -> bool:
         for hooks in self._users:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import steppe
-from tests.nets import equal, loss_fn, weights_of
-from tests.review.loops import attached, data, step_with, train
+from tests.nets import batch, equal, loss_fn, mlp, weights_of
+from tests.review.loops import attached, data, sgd, step_with, train
 
 RWP = steppe.rwp(0.5)
 RISE = steppe.rwp(rise=steppe.constant(0.1))
@@ -131,3 +131,48 @@ def test_nothing_stays_behind_after_ctrl_c_anywhere(method, explicit):
         while interrupted(method, at, explicit):
             at += 2
     assert at > 50
+
+
+# ---------------------------------------------------------------------- an attach() that fails
+
+
+def state_of(*things):
+    """What lies in the attributes of modules and optimizers."""
+    return [
+        {k: dict(v) if isinstance(v, dict) else v for k, v in vars(thing).items()}
+        for thing in things
+    ]
+
+
+def test_a_scripted_part_is_refused_before_anything_is_touched():
+    scripted = torch.jit.script(mlp())
+    for model in (scripted, nn.Sequential(scripted, nn.Linear(3, 3))):
+        optimizer = sgd(model)
+        before = state_of(optimizer)
+        with pytest.raises(TypeError, match=r"is a ScriptModule.*Attach the model"):
+            steppe.attach(model, optimizer, RWP)
+        assert state_of(optimizer) == before
+    part = torch.jit.script(nn.Tanh())  # it has no weights, and needs no hooks
+    model = nn.Sequential(nn.Linear(6, 8), part, nn.Linear(8, 3))
+    perturber = steppe.attach(model, sgd(model), RWP)
+    perturber.backward(lambda: loss_fn(model(batch()[0]), batch()[1]))
+
+
+class NoHooks(nn.Linear):
+    def register_load_state_dict_pre_hook(self, hook):
+        raise RuntimeError("no hooks here")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_attach_that_fails_half_way_leaves_nothing(fused):
+    model = nn.Sequential(nn.Linear(6, 8), NoHooks(8, 3))
+    optimizer = sgd(model, fused=fused)
+    before = state_of(model, *model, optimizer)
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        steppe.attach(model, optimizer, RWP)
+    assert state_of(model, *model, optimizer) == before
+    model[1] = nn.Linear(8, 3)
+    optimizer.param_groups[0]["params"][2:] = model[1].parameters()
+    perturber = steppe.attach(model, optimizer, RWP)
+    perturber.backward(lambda: loss_fn(model(batch()[0]), batch()[1]))
+    perturber.detach()

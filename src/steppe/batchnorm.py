@@ -50,12 +50,10 @@ def freeze_statistics(model: nn.Module, held: Held) -> None:
 
 def copy_buffers(model: nn.Module, held: Held) -> None:
     """Whatever a forward writes into buffers goes to copies of them."""
-    copies: dict[Tensor, Tensor] = {}  # a buffer may have several places
+    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # one may have several places
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                if buffer not in copies:
-                    copies[buffer] = buffer.clone()
                 held.set(module, name, copies[buffer])
 
 

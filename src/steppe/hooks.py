@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from steppe.distributed import is_sharded
 from steppe.passes import EARLY, Run, leaves_of, put_back
 from steppe.schedules import differentiable, watch_pull
-from steppe.standins import MODE, STATE, Call, Hook, Mode, ScalerAsks, State, check_scaler
+from steppe.standins import Call, Hook, ScalerAsks, check_scaler, stand_ins
 from steppe.training import Training
 
 
@@ -53,12 +53,10 @@ class Hooks:
 
             add(optimizer.register_step_pre_hook(self.before_step))
             add(optimizer.register_step_post_hook(self.after_step))
-            ScalerAsks.join(self, optimizer, training.several)
-            undo.callback(ScalerAsks.leave, self, optimizer)
+            undo.callback(ScalerAsks.join(self, optimizer, training.several))
             for module in self._modules:
-                add(State(self, module, STATE))
-                if MODE not in vars(module):
-                    add(Mode(self, module, MODE))
+                for stand_in in stand_ins(self, module):
+                    add(stand_in)
                 add(module.register_state_dict_pre_hook(Hook(self, "before_look")))
                 add(module.register_load_state_dict_pre_hook(Hook(self, "before_load")))
                 if gather and hasattr(module, "reshard"):

@@ -6,7 +6,8 @@ pass it by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from steppe.training import Training
 
 CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
+COPIES = ("__deepcopy__", "__reduce__", "__reduce_ex__")
 MODE, ASKS = "train", "_step_supports_amp_scaling"
 
 
@@ -88,6 +90,24 @@ def without_ours(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+class Copy(StandIn):
+    """A class's own way to copy or pickle its modules (torch.fx and parametrizations have one), which knows
+    nothing of `State`: for its time the module has nothing of ours."""
+
+    def __call__(self, *args: Any) -> Any:
+        self._hooks.before_look()
+        own = vars(self._module)
+        clean = without_ours(own)
+        ours = {name: value for name, value in own.items() if clean.get(name) is not value}
+        try:
+            for name in ours:
+                del own[name]
+            own.update({name: clean[name] for name in ours if name in clean})
+            return getattr(self._kind, self._name)(self._module, *args)
+        finally:
+            own.update(ours)
+
+
 class Mode(StandIn):
     """A module's `train()` and `eval()`: a part may be evaluated without a call of the attached model."""
 
@@ -95,6 +115,16 @@ class Mode(StandIn):
         if not mode:
             self._hooks.before_evaluation()
         return self._kind.train(self._module, mode)
+
+
+def stand_ins(hooks: Hooks, module: nn.Module) -> Iterator[StandIn]:
+    """All of a part of the model."""
+    yield State(hooks, module, STATE)
+    for name in COPIES:
+        if getattr(type(module), name, None) is not getattr(object, name, None):
+            yield Copy(hooks, module, name)
+    if MODE not in vars(module):
+        yield Mode(hooks, module, MODE)
 
 
 class Hook:
@@ -118,33 +148,34 @@ class ScalerAsks:
 
     An optimizer has one of it, and one `State`, for all models that are attached with it."""
 
-    def __init__(self, answer: bool, several: bool) -> None:
-        self._answer, self.several = answer, several
-        self._users: list[Hooks] = []
+    def __init__(self, optimizer: Optimizer, several: bool) -> None:
+        self._own, self.several = vars(optimizer), several
+        self._answer = getattr(optimizer, ASKS, False)
+        self.users: list[Hooks] = []
+        self._own[ASKS] = self
+        State(self, optimizer, STATE)
 
     @staticmethod
-    def join(hooks: Hooks, optimizer: Optimizer, several: bool) -> None:
-        asks = getattr(optimizer, ASKS, False)
-        if not isinstance(asks, ScalerAsks):
-            asks = vars(optimizer)[ASKS] = ScalerAsks(asks, several)
-            State(asks, optimizer, STATE)
-        asks._users.append(hooks)
+    def join(hooks: Hooks, optimizer: Optimizer, several: bool) -> Callable[[], None]:
+        """What takes these hooks away again."""
+        asks = vars(optimizer).get(ASKS)
+        asks = asks if isinstance(asks, ScalerAsks) else ScalerAsks(optimizer, several)
+        asks.users.append(hooks)
+        return partial(asks._leave, hooks)
 
-    @staticmethod
-    def leave(hooks: Hooks, optimizer: Optimizer) -> None:
-        asks = vars(optimizer)[ASKS]
-        asks._users.remove(hooks)
-        if not asks._users:
-            del vars(optimizer)[ASKS], vars(optimizer)[STATE]
-            if asks._answer:
-                setattr(optimizer, ASKS, True)
+    def _leave(self, hooks: Hooks) -> None:
+        self.users.remove(hooks)
+        if not self.users:
+            del self._own[ASKS], self._own[STATE]
+            if self._answer:
+                self._own[ASKS] = True
 
     def before_look(self) -> None:
-        for hooks in self._users:
+        for hooks in self.users:
             hooks.before_look()
 
     def __bool__(self) -> bool:
-        for hooks in self._users:
+        for hooks in self.users:
             hooks.scaled = True
         return self._answer
 

@@ -19,6 +19,7 @@ from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import VERSION
 from steppe.passes import Run, joined, loss_in
+from steppe.standins import check_unscaled
 from steppe.training import Probe, Training
 
 FORMAT = 1
@@ -124,7 +125,8 @@ class Perturber:
             run = Run(self._training, number, factor, weighs_loss=True)
             with run, torch.enable_grad():
                 values.append(loss_of(*batch))
-                run.backward(loss_in(values[-1]))
+                check_unscaled(self._training, loss := loss_in(values[-1]))
+                run.backward(loss)
             clean.append(not run.perturbed)
         return joined(values, [factor for *_, factor in work], clean)
 

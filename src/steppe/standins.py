@@ -182,18 +182,30 @@ class ScalerAsks:
 
 def check_scaler(training: Training) -> None:
     """A scaler steps the optimizer: refuse what it would make wrong if nobody announced it."""
-    if training.scaler is not None:
-        return
-    unscaled = training.step.loss_unscaled
     noted = training.several and any(n.learns_from == "pass" for n in training.states)
-    if unscaled or noted or training.steered:
-        problem = (
-            "perturber.backward() did not multiply the loss by its scale"
-            if unscaled
-            else f"{training.method.name}() reads gradients inside backward, where they are "
-            "multiplied by its scale"
-        )
-        raise RuntimeError(
-            f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: "
-            "attach(..., scaler=scaler)."
-        )
+    if training.scaler is not None or not (
+        (unscaled := training.step.loss_unscaled) or noted or training.steered
+    ):
+        return
+    problem = (
+        "perturber.backward() did not multiply the loss by its scale"
+        if unscaled
+        else f"{training.method.name}() reads gradients inside backward, where they are "
+        "multiplied by its scale"
+    )
+    raise RuntimeError(
+        f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: attach(..., scaler=scaler)."
+        f"{' Let loss_of return the loss without scaler.scale(): that is done for you.' * unscaled}"
+    )
+
+
+def check_unscaled(training: Training, loss: Any) -> None:
+    """`perturber.backward` scales the loss by itself: refuse one that is scaled already."""
+    scale, node = getattr(training.scaler, "_scale", None), getattr(loss, "grad_fn", None)
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        if scale is not None and node._saved_other is scale:
+            raise RuntimeError(
+                "loss_of returned the loss multiplied by the scaler's scale, which perturber.backward() multiplies "
+                "it by as well. Return it without scaler.scale()."
+            )
+        node = node.next_functions[0][0]

@@ -98,6 +98,34 @@ def test_a_scaler_that_sam_was_not_given_is_noticed(fused):
     assert equal(true, weights_of(model))
 
 
+@pytest.mark.parametrize(
+    "after", [lambda loss: loss, lambda loss: 2 * loss / 4, lambda loss: (loss, 1)]
+)
+@pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
+def test_a_loss_that_is_scaled_already_is_refused(method, after):
+    model = net()
+    optimizer, grad_scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    perturber = steppe.attach(model, optimizer, method, scaler=grad_scaler)
+    true, (x, y) = weights_of(model), data()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"without scaler\.scale"):
+            perturber.backward(lambda: after(grad_scaler.scale(loss_fn(model(x), y))))
+        assert equal(weights_of(model), true)
+    factor = torch.tensor(3.0, dtype=torch.float64)
+    perturber.backward(lambda: factor * loss_fn(model(x), y) / 3)
+    grad_scaler.step(optimizer)
+    assert perturber.step == 1
+
+
+def test_the_way_out_of_an_unannounced_scaler_is_the_loss_as_it_is():
+    model = net()
+    optimizer, grad_scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(0.05))
+    perturber.backward(lambda: grad_scaler.scale(loss_fn(model(data()[0]), data()[1])))
+    with pytest.raises(RuntimeError, match=r"Let loss_of return the loss without scaler\.scale"):
+        grad_scaler.step(optimizer)
+
+
 # ---------------------------------------------------------------------- numbers of micro-batches
 
 

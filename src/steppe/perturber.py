@@ -76,6 +76,9 @@ class Perturber:
         """Put the true weights back, and remove every trace from model and optimizer."""
         if self._attached:
             self._training.restore()
+            if self._training.step.unfinished:
+                left = "gradients of some of its passes, with their weights. Zero them before training goes on."
+                warnings.warn(f"detach() in the middle of a step: .grad holds {left}", stacklevel=2)
             self._hooks.remove()
             self._attached = False
 
@@ -175,8 +178,7 @@ class Perturber:
         now_out = {p for group in groups if not group.get("perturb", True) for p in group["params"]}
         perturbed = [s for s in weights.params if s.noisy and s.param not in now_out]
         count = sum(slot.param.numel() for slot in perturbed)
-        displacement = stats["displacement"]
-        known = "unknown" if math.isnan(displacement) else f"= {displacement:.3g}"
+        known = "unknown" if math.isnan(size := stats["displacement"]) else f"= {size:.3g}"
         strength = "strength {strength:g}"
         if "rise" in stats:
             strength = (
@@ -204,8 +206,7 @@ class Perturber:
             for s in weights.params
             if s not in perturbed
         }
-        added = training.leaves.added()
-        left_out |= dict.fromkeys(added, "added to the optimizer after attach()")
+        left_out |= dict.fromkeys(training.leaves.added(), "added to the optimizer after attach()")
         lines += [f"  left out   {name}: {why}" for name, why in left_out.items()]
         return "\n".join(lines)
 

@@ -3,6 +3,8 @@
 import linecache
 import sys
 import warnings
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,31 @@ def test_a_model_that_was_compiled_since_is_free_after_detach(compiled):
     loss.backward()
     assert equal(weights_of(model), true)
     again.detach()
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("ran", [1, 2])
+def test_detach_in_the_middle_of_a_step_warns_of_its_gradients(ran, explicit):
+    model, optimizer, perturber = attached(steppe.m_rwp(0.5, lam=0.3))
+    train(model, optimizer, steps=1, accumulate=2)
+    x, y = data()
+    runs = perturber.passes() if explicit else [nullcontext()] * 2
+    for run in islice(runs, ran):
+        with run:
+            loss_fn(model(x), y).backward()
+    with pytest.warns(UserWarning, match="in the middle of a step") if ran == 1 else nullcontext():
+        perturber.detach()
+
+
+@pytest.mark.parametrize("cleared", ["zero_grad", "step"])
+def test_detach_between_steps_does_not_warn(cleared):
+    for method in (steppe.m_rwp(0.5, lam=0.3), steppe.sam(0.1), RWP):
+        model, optimizer, perturber = attached(method)
+        step_with(perturber, model, optimizer, 0)
+        if cleared == "zero_grad" and not method.repeats_batch:
+            loss_fn(model(data()[0]), data()[1]).backward()
+            optimizer.zero_grad()
+        perturber.detach()  # a warning of steppe's is an error here
 
 
 # ---------------------------------------------------------------------- Ctrl-C, wherever it comes

@@ -76,7 +76,8 @@ class State(StandIn):
 
     def __call__(self) -> Any:
         self._hooks.before_look()
-        state = self._kind.__getstate__(self._module)
+        kind: Any = type(self._module)  # now: parametrizations come and go
+        state = kind.__getstate__(self._module)
         return without_ours(state) if isinstance(state, dict) else state
 
 
@@ -114,7 +115,8 @@ class Mode(StandIn):
     def __call__(self, mode: bool = True) -> Any:
         if not mode:
             self._hooks.before_evaluation()
-        return self._kind.train(self._module, mode)
+        kind: Any = type(self._module)
+        return kind.train(self._module, mode)
 
 
 def stand_ins(hooks: Hooks, module: nn.Module) -> Iterator[StandIn]:

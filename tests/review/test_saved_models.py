@@ -77,7 +77,7 @@ def traced_part():
 
 def parametrized():
     model = mlp()
-    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.spectral_norm(model[0])
     return model
 
 
@@ -123,6 +123,17 @@ def test_a_copy_made_in_the_classs_own_way_has_nothing_of_steppe(kind):
     loss_fn(model(batch()[0]), batch()[1]).backward()
     optimizer.step()
     assert perturber.step == 1
+
+
+def test_a_model_whose_parametrization_was_removed_is_saved_and_copied():
+    model = parametrized()
+    steppe.attach(model, sgd(model), steppe.rwp(0.5))
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    true = weights_of(model)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert equal(weights_of(made), true)
+        made(batch()[0])
+        assert equal(weights_of(made), true)
 
 
 def table_of(value):

@@ -37,10 +37,10 @@ class Hooks:
         """Whether a GradScaler is about to step the optimizer."""
         model, optimizer, numbers = training.model, training.optimizer, training.leaves.numbers
         # a module without weights may be a part of several models
-        self._modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
+        modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
         self._owners = [
             (module, name, param, numbers[param])
-            for module in self._modules
+            for module in modules
             for name, param in module._parameters.items()
             if param is not None and param in numbers
         ]
@@ -54,7 +54,7 @@ class Hooks:
             add(optimizer.register_step_pre_hook(self.before_step))
             add(optimizer.register_step_post_hook(self.after_step))
             undo.callback(ScalerAsks.join(self, optimizer, training.several))
-            for module in self._modules:
+            for module in modules:
                 for stand_in in stand_ins(self, module):
                     add(stand_in)
                 add(module.register_state_dict_pre_hook(Hook(self, "before_look")))
@@ -70,7 +70,7 @@ class Hooks:
     def remove(self) -> None:
         """Leave model and optimizer as they were, and no reference to either."""
         self._undo.close()
-        self._modules, self._owners = [], []
+        self._owners = []
 
     def before_look(self, *_: Any, **__: Any) -> None:
         self._training.restore()

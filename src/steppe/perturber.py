@@ -77,7 +77,7 @@ class Perturber:
         if self._attached:
             self._training.restore()
             if self._training.step.unfinished:
-                left = "gradients of some of its passes, with their weights. Zero them before training goes on."
+                left = "gradients of some of its passes, with their weights. Zero them before you train on."
                 warnings.warn(f"detach() in the middle of a step: .grad holds {left}", stacklevel=2)
             self._hooks.remove()
             self._attached = False

@@ -83,7 +83,7 @@ def attach(
     """
     optimizer, scaler = unwrap(optimizer, scaler)
     _check_model_and_seed(model, seed)
-    _check_kinds(optimizer, method, scaler)
+    _check_kinds(model, optimizer, method, scaler)
     for name, value, known in (
         ("microbatch_loss", microbatch_loss, get_args(MicrobatchLoss)),
         ("on_incomplete", on_incomplete, get_args(OnIncomplete)),
@@ -115,18 +115,8 @@ def attach(
         raise ValueError(f"Nothing is left to perturb: {why}. Freeze or exclude less.")
     ranks = find_ranks(model, method, Asked(passes_over, noise, ascent))
     weights = Weights(chosen, optimizer, Shards(model), frozen)
-    training = Training(
-        model,
-        method,
-        optimizer,
-        weights,
-        ranks,
-        seed=int(seed),
-        microbatch_loss=microbatch_loss,
-        on_incomplete=on_incomplete,
-        scaler=scaler,
-        loop=loop or Loop(),
-    )
+    given = int(seed), microbatch_loss, on_incomplete, scaler, loop or Loop()
+    training = Training(model, method, optimizer, weights, ranks, *given)
     training.statistics.narrow(model)
     return Perturber(training, Hooks(training), skipped)
 
@@ -314,7 +304,13 @@ def _check_model_and_seed(model: object, seed: object) -> None:
     check_seed(seed)
 
 
-def _check_kinds(optimizer: object, method: object, scaler: object) -> None:
+def _check_kinds(model: nn.Module, optimizer: object, method: object, scaler: object) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            raise TypeError(
+                f"{name or 'The model'} is a ScriptModule, which takes none of the hooks that steppe needs. Attach "
+                "the model that it was made from; torch.jit.script and trace work on an attached one."
+            )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. Make one first: "

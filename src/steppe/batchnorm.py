@@ -32,33 +32,41 @@ class Held:
         self._undo.append(undo)
 
     def let_go(self) -> None:
-        """Put back what was there before. Safe to repeat."""
+        """Put back what was there before. Safe to repeat, also if Ctrl-C came in between."""
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()
 
 
-def frozen_statistics(model: nn.Module) -> Held:
+def freeze_statistics(model: nn.Module, held: Held) -> None:
     """Running statistics stay as they are while a pass normalises with its batch's own.
 
     `track_running_stats = False` until the end of backward, so that activation checkpointing
     recomputes the same thing. (`momentum = 0` would turn one infinite batch into NaN statistics
     and still count it.) InstanceNorm updates its buffers whatever the flag says: they are put away.
     """
-    held = Held()
     for module in (m for m in tracked_norms(model) if m.training):
         if isinstance(module, _InstanceNorm):
             held.set(module, "running_mean", None)
             held.set(module, "running_var", None)
         else:
             held.set(module, "track_running_stats", False)
-    return held
 
 
-def following_statistics(model: nn.Module, fresh: list[bool], seen: int) -> Held:
+def copy_buffers(model: nn.Module, held: Held) -> None:
+    """Whatever a forward writes into buffers goes to copies of them."""
+    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # one may have several places
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                held.set(module, name, copies[buffer])
+
+
+def follow_statistics(model: nn.Module, held: Held, fresh: list[bool], seen: int) -> None:
     """Running statistics follow one step in several, of which `seen` were before: fresh ones at first
     by their plain mean, so that they fit from the first such step on. `fresh`: which ones held nothing
     when training began; the first call looks."""
-    held, norms = Held(), tracked_norms(model)
+    norms = tracked_norms(model)
     if not fresh:
         means = [m.running_mean for m in norms]
         fresh += [b is None or b.is_meta or not bool(b.any()) for b in means]
@@ -73,7 +81,6 @@ def following_statistics(model: nn.Module, fresh: list[bool], seen: int) -> Held
         share = 1.0
     for module in early:
         held.set(module, "momentum", share)
-    return held
 
 
 class SharedStatistics:

@@ -9,9 +9,11 @@ state without any of this, at the true weights.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.optim import Optimizer
 from steppe.distributed import is_sharded
 from steppe.passes import EARLY, Run, leaves_of, put_back
 from steppe.schedules import differentiable, watch_pull
-from steppe.standins import ASKS, MODE, STATE, Call, Hook, Mode, ScalerAsks, State
+from steppe.standins import Call, Hook, ScalerAsks, check_scaler, stand_ins
 from steppe.training import Training
 
 
@@ -31,52 +33,44 @@ class Hooks:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        model, optimizer = training.model, training.optimizer
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-        ]
-        self._asks = ScalerAsks(getattr(optimizer, ASKS, False), training.several)
-        vars(optimizer)[ASKS], vars(optimizer)[STATE] = self._asks, State(self, optimizer)
-        self._call = Call(self, model)
+        self.scaled = False
+        """Whether a GradScaler is about to step the optimizer."""
+        model, optimizer, numbers = training.model, training.optimizer, training.leaves.numbers
         # a module without weights may be a part of several models
-        self._modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
-        gather = training.several and training.weights.shards.several
-        for module in self._modules:
-            vars(module)[STATE] = State(self, module)
-            vars(module).setdefault(MODE, Mode(self, module))
-            self._handles += [
-                module.register_state_dict_pre_hook(Hook(self, "before_look")),
-                module.register_load_state_dict_pre_hook(Hook(self, "before_load")),
-            ]
-            if gather and hasattr(module, "reshard"):
-                # after FSDP's own, when the module's parameters are the gathered ones
-                hook = module.register_forward_pre_hook(Hook(self, "gathered"))
-                self._handles.append(hook)
-        training.weights.frozen.install()
-        numbers = training.leaves.numbers
+        modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
         self._owners = [
             (module, name, param, numbers[param])
-            for module in self._modules
+            for module in modules
             for name, param in module._parameters.items()
             if param is not None and param in numbers
         ]
+        gather = training.several and training.weights.shards.several
+        with ExitStack() as undo:
+            undo.callback(training.let_go)
+
+            def add(handle: Any) -> None:
+                undo.callback(handle.remove)
+
+            add(optimizer.register_step_pre_hook(self.before_step))
+            add(optimizer.register_step_post_hook(self.after_step))
+            undo.callback(ScalerAsks.join(self, optimizer, training.several))
+            for module in modules:
+                for stand_in in stand_ins(self, module):
+                    add(stand_in)
+                add(module.register_state_dict_pre_hook(Hook(self, "before_look")))
+                add(module.register_load_state_dict_pre_hook(Hook(self, "before_load")))
+                if gather and hasattr(module, "reshard"):
+                    # after FSDP's own, when the module's parameters are the gathered ones
+                    add(module.register_forward_pre_hook(Hook(self, "gathered")))
+            undo.callback(training.weights.frozen.remove)
+            training.weights.frozen.install()
+            add(Call(self, model))
+            self._undo = undo.pop_all()
 
     def remove(self) -> None:
         """Leave model and optimizer as they were, and no reference to either."""
-        for handle in self._handles:
-            handle.remove()
-        for module in (*self._modules, self._training.optimizer):
-            vars(module).pop(STATE, None)
-            if isinstance(vars(module).get(MODE), Mode):
-                del vars(module)[MODE]
-        self._training.weights.frozen.remove()
-        self._call.remove()
-        vars(self._training.optimizer).pop(ASKS, None)
-        if self._asks._answer:
-            setattr(self._training.optimizer, ASKS, True)
-        self._handles, self._modules, self._owners = [], [], []
-        del self._call
+        self._undo.close()
+        self._owners = []
 
     def before_look(self, *_: Any, **__: Any) -> None:
         self._training.restore()
@@ -225,22 +219,24 @@ class Hooks:
 
     def before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training = self._training
-        scaled, self._asks.asked = self._asks.asked, False
-        if training.stepping:
-            training.stepping += 1
+        scaled, self.scaled = self.scaled, False
+        if training.stepping and (depth := _depth(training.optimizer)) > 1:
+            training.stepping = depth
             return None
         training.restore()
         training.leaves.notice_added()
         if scaled:
-            training.check_scaler()
+            check_scaler(training)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        step = training.step
+        step, training.stepping = training.step, 0
         if closure is None:
             step.idle = not step.done and _stands_still(training.optimizer)
-            if not step.idle:
+            if not (step.idle or step.settled):  # by a try before that raised
                 step.settle()
             training.stepping = 1
             return None
+        if step.settled:
+            training.new_step()
         training.stepping = 1
         run = loss_closure if training.loop.closure == "loss" else loop_closure
         ours = partial(run, training, closure)
@@ -252,6 +248,14 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _depth(optimizer: Optimizer) -> int:
+    """How many calls of its step() are under way: a subclass may call `super().step()`. The stack knows;
+    of calls that are merely counted, one that raised would stay for ever."""
+    frames = [frame for frame, _ in walk_stack(sys._getframe(2))]
+    torchs = [f for f in frames if f.f_code is frames[0].f_code]  # its wrapper around each of them
+    return sum(any(value is optimizer for value in f.f_locals.values()) for f in torchs)
 
 
 def _stands_still(optimizer: Optimizer) -> bool:

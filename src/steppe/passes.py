@@ -81,9 +81,9 @@ class Run:
 
     def __enter__(self) -> Run:
         training = self._training
-        if training.holding is not None:
+        if (held := training.holding) is not None:
             raise RuntimeError(
-                f"{training.holding} is still open; leave it before entering {self}."
+                f"{held} is still open. Leave it before entering {self}, or call perturber.restore() if Ctrl-C came."
             )
         if self._entered:
             raise RuntimeError(f"{self} was entered before; take a new one from passes().")
@@ -92,6 +92,7 @@ class Run:
         ours = self._weighs_loss and self.factor == 1 and training.several
         self.apart = ours and self._adds_up()
         with ExitStack() as exits:
+            exits.callback(setattr, training, "holding", None)
             if self._scouts:
                 if not self._weighs_loss:
                     training.leaves.meet_optimizers()
@@ -141,7 +142,6 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._training.holding = None
         with self._exits:
             if kind is None:
                 self._close()
@@ -161,7 +161,7 @@ def put_back(run: Run) -> str:
     """What is said of a pass whose weights somebody put back."""
     return (
         f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
-        "outside of the pass."
+        "outside of the pass, or call perturber.restore() if Ctrl-C came in between."
     )
 
 

@@ -19,6 +19,7 @@ from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import VERSION
 from steppe.passes import Run, joined, loss_in
+from steppe.standins import check_unscaled
 from steppe.training import Probe, Training
 
 FORMAT = 1
@@ -59,13 +60,14 @@ class Perturber:
         return self._training.weights.away
 
     def restore(self) -> None:
-        """Put the true weights back now, if a forward was interrupted or its loss thrown away."""
+        """Put the true weights back now, if a pass was interrupted or its loss thrown away."""
+        self._training.holding = None
         self._training.restore()
 
     def new_step(self, *, drop_gradients: bool = False) -> None:
         """Forget the passes since the last optimizer step, where a loop threw their gradients away
         in a way that cannot be seen (or throws them away here)."""
-        self._training.restore()
+        self.restore()
         self._training.new_step()
         if drop_gradients:
             self._training.leaves.set_aside()
@@ -74,8 +76,10 @@ class Perturber:
         """Put the true weights back, and remove every trace from model and optimizer."""
         if self._attached:
             self._training.restore()
+            if self._training.step.unfinished:
+                left = "gradients of some of its passes, with their weights. Zero them before you train on."
+                warnings.warn(f"detach() in the middle of a step: .grad holds {left}", stacklevel=2)
             self._hooks.remove()
-            self._training.let_go()
             self._attached = False
 
     def passes(self) -> Iterator[Run]:
@@ -124,7 +128,8 @@ class Perturber:
             run = Run(self._training, number, factor, weighs_loss=True)
             with run, torch.enable_grad():
                 values.append(loss_of(*batch))
-                run.backward(loss_in(values[-1]))
+                check_unscaled(self._training, loss := loss_in(values[-1]))
+                run.backward(loss)
             clean.append(not run.perturbed)
         return joined(values, [factor for *_, factor in work], clean)
 
@@ -160,7 +165,7 @@ class Perturber:
         """Compare the loss at the true weights with the loss at perturbed ones.
 
         `closure` gives the loss. Each sample is a fresh draw; dropout and the like see the same
-        random numbers every time, and neither the run nor the global random state is touched.
+        random numbers every time, and neither the run, buffers nor the global random state are touched.
         """
         self._check_attached()
         if samples < 1:
@@ -173,8 +178,7 @@ class Perturber:
         now_out = {p for group in groups if not group.get("perturb", True) for p in group["params"]}
         perturbed = [s for s in weights.params if s.noisy and s.param not in now_out]
         count = sum(slot.param.numel() for slot in perturbed)
-        displacement = stats["displacement"]
-        known = "unknown" if math.isnan(displacement) else f"= {displacement:.3g}"
+        known = "unknown" if math.isnan(size := stats["displacement"]) else f"= {size:.3g}"
         strength = "strength {strength:g}"
         if "rise" in stats:
             strength = (

@@ -6,7 +6,8 @@ pass it by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,8 +18,10 @@ from steppe.frozen import Forward
 
 if TYPE_CHECKING:
     from steppe.hooks import Hooks
+    from steppe.training import Training
 
 CALLS, STATE = ("_compiled_call_impl", "_call_impl"), "__getstate__"
+COPIES = ("__deepcopy__", "__reduce__", "__reduce_ex__")
 MODE, ASKS = "train", "_step_supports_amp_scaling"
 
 
@@ -27,23 +30,37 @@ def attached(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(vars(module).get(STATE), State))
 
 
-class Call:
-    """What runs when the attached model is called, in the place of torch's own way to call it."""
+class StandIn:
+    """What stands in an attribute of a module or optimizer until `remove()`."""
 
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-        compiled = getattr(module, CALLS[0], None)
-        self._name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
-        self._call = getattr(module, self._name)
-        vars(module)[self._name] = self
+    def __init__(self, hooks: Any, module: Any, name: str) -> None:
+        self._hooks, self._module, self._name = hooks, module, name
+        self._kind: Any = type(module)
+        vars(module)[name] = self
 
     def remove(self) -> None:
         if vars(self._module).get(self._name) is self:
             del vars(self._module)[self._name]
-            if self._name == CALLS[0]:
-                vars(self._module)[self._name] = self._call
+
+
+class Call(StandIn):
+    """What runs when the attached model is called, in the place of torch's own way to call it."""
+
+    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
+        compiled = getattr(module, CALLS[0], None)
+        name = CALLS[1] if compiled is None else CALLS[0]  # module.compile() came before
+        self._call, self._removed = getattr(module, name), False
+        super().__init__(hooks, module, name)
+
+    def remove(self) -> None:
+        self._removed = True  # module.compile() may have come since and keep this object
+        super().remove()
+        if self._name == CALLS[0]:
+            vars(self._module).setdefault(self._name, self._call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._removed:
+            return self._call(*args, **kwargs)
         self._hooks.before_forward(self._module, (args, kwargs))
         try:
             output = self._call(*args, **kwargs)
@@ -54,35 +71,62 @@ class Call:
         return output
 
 
-class State:
+class State(StandIn):
     """What a copy or a pickle of a module or optimizer is made from: true weights, nothing of ours."""
-
-    def __init__(self, hooks: Hooks, module: nn.Module | Optimizer) -> None:
-        self._hooks, self._module = hooks, module
 
     def __call__(self) -> Any:
         self._hooks.before_look()
-        state = type(self._module).__getstate__(self._module)  # type: ignore[arg-type]
-        if not isinstance(state, dict):
-            return state
-        ours, kinds = (STATE, *CALLS), (Forward, Mode)
-        state = {k: v for k, v in state.items() if k not in ours and not isinstance(v, kinds)}
-        for name, table in state.items():
-            if name.endswith("_hooks") and isinstance(table, dict):
-                state[name] = type(table)((k, h) for k, h in table.items() if not _is_ours(h))
-        return state
+        kind: Any = type(self._module)  # now: parametrizations come and go
+        state = kind.__getstate__(self._module)
+        return without_ours(state) if isinstance(state, dict) else state
 
 
-class Mode:
+def without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module without stand-ins, and its tables without our hooks."""
+    ours = (StandIn, Forward)
+    state = {k: v for k, v in state.items() if k not in CALLS and not isinstance(v, ours)}
+    for name, table in state.items():
+        if name.endswith("_hooks") and isinstance(table, dict):
+            state[name] = type(table)((k, h) for k, h in table.items() if not _is_ours(h))
+    return state
+
+
+class Copy(StandIn):
+    """A class's own way to copy or pickle its modules (torch.fx and parametrizations have one), which knows
+    nothing of `State`: for its time the module has nothing of ours."""
+
+    def __call__(self, *args: Any) -> Any:
+        self._hooks.before_look()
+        own = vars(self._module)
+        clean = without_ours(own)
+        ours = {name: value for name, value in own.items() if clean.get(name) is not value}
+        try:
+            for name in ours:
+                del own[name]
+            own.update({name: clean[name] for name in ours if name in clean})
+            return getattr(self._kind, self._name)(self._module, *args)
+        finally:
+            own.update(ours)
+
+
+class Mode(StandIn):
     """A module's `train()` and `eval()`: a part may be evaluated without a call of the attached model."""
 
-    def __init__(self, hooks: Hooks, module: nn.Module) -> None:
-        self._hooks, self._module = hooks, module
-
-    def __call__(self, mode: bool = True) -> nn.Module:
+    def __call__(self, mode: bool = True) -> Any:
         if not mode:
             self._hooks.before_evaluation()
-        return type(self._module).train(self._module, mode)
+        kind: Any = type(self._module)
+        return kind.train(self._module, mode)
+
+
+def stand_ins(hooks: Hooks, module: nn.Module) -> Iterator[StandIn]:
+    """All of a part of the model."""
+    yield State(hooks, module, STATE)
+    for name in COPIES:
+        if getattr(type(module), name, None) is not getattr(object, name, None):
+            yield Copy(hooks, module, name)
+    if MODE not in vars(module):
+        yield Mode(hooks, module, MODE)
 
 
 class Hook:
@@ -102,11 +146,68 @@ def _is_ours(hook: Any) -> bool:
 
 class ScalerAsks:
     """Stands in for what a GradScaler asks of an optimizer right before it steps: whether it can
-    unscale gradients by itself. torch says in no other place that a scaler is there."""
+    unscale gradients by itself. torch says in no other place that a scaler is there.
 
-    def __init__(self, answer: bool, several: bool) -> None:
-        self._answer, self.asked, self.several = answer, False, several
+    An optimizer has one of it, and one `State`, for all models that are attached with it."""
+
+    def __init__(self, optimizer: Optimizer, several: bool) -> None:
+        self._own, self.several = vars(optimizer), several
+        self._answer = getattr(optimizer, ASKS, False)
+        self.users: list[Hooks] = []
+        self._own[ASKS] = self
+        State(self, optimizer, STATE)
+
+    @staticmethod
+    def join(hooks: Hooks, optimizer: Optimizer, several: bool) -> Callable[[], None]:
+        """What takes these hooks away again."""
+        asks = vars(optimizer).get(ASKS)
+        asks = asks if isinstance(asks, ScalerAsks) else ScalerAsks(optimizer, several)
+        asks.users.append(hooks)
+        return partial(asks._leave, hooks)
+
+    def _leave(self, hooks: Hooks) -> None:
+        self.users.remove(hooks)
+        if not self.users:
+            del self._own[ASKS], self._own[STATE]
+            if self._answer:
+                self._own[ASKS] = True
+
+    def before_look(self) -> None:
+        for hooks in self.users:
+            hooks.before_look()
 
     def __bool__(self) -> bool:
-        self.asked = True
+        for hooks in self.users:
+            hooks.scaled = True
         return self._answer
+
+
+def check_scaler(training: Training) -> None:
+    """A scaler steps the optimizer: refuse what it would make wrong if nobody announced it."""
+    noted = training.several and any(n.learns_from == "pass" for n in training.states)
+    if training.scaler is not None or not (
+        (unscaled := training.step.loss_unscaled) or noted or training.steered
+    ):
+        return
+    problem = (
+        "perturber.backward() did not multiply the loss by its scale"
+        if unscaled
+        else f"{training.method.name}() reads gradients inside backward, where they are "
+        "multiplied by its scale"
+    )
+    raise RuntimeError(
+        f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: attach(..., scaler=scaler)."
+        f"{' Let loss_of return the loss without scaler.scale(): that is done for you.' * unscaled}"
+    )
+
+
+def check_unscaled(training: Training, loss: Any) -> None:
+    """`perturber.backward` scales the loss by itself: refuse one that is scaled already."""
+    scale, node = getattr(training.scaler, "_scale", None), getattr(loss, "grad_fn", None)
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        if scale is not None and node._saved_other is scale:
+            raise RuntimeError(
+                "loss_of returned the loss multiplied by the scaler's scale, which perturber.backward() multiplies "
+                "it by as well. Return it without scaler.scale()."
+            )
+        node = node.next_functions[0][0]

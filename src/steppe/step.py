@@ -212,18 +212,27 @@ class Step:
                     "one: the attached model was not called in training mode with gradients. Is it "
                     "in eval mode? Is an inner module called instead of the one that was attached?"
                 )
-            if training.several and training.ranks.index is None:
-                self._even_out()
+            self._even_out()
             self._learn()
             training.divisors = [training.divisors[1], self.divisor]
         self.settled = True
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether gradients are there of some passes without the others."""
+        return not (self.settled or self._complete() or self.abandoned())
+
+    def _complete(self) -> bool:
+        """Whether every pass of this process ran equally often."""
+        mine, passes = self._training.ranks.index, range(len(self._training.method.passes))
+        return mine is not None or len({self.done.count(i) for i in passes}) == 1
+
     def _even_out(self) -> None:
         """See to it that every pass ran equally often; weigh what ran to one otherwise."""
         training = self._training
-        passes, ran = training.method.passes, Counter(self.done)
-        if len({ran[i] for i in range(len(passes))}) == 1:
+        if self._complete():
             return
+        passes, ran = training.method.passes, Counter(self.done)
         found = (
             f"{training.method.name}() runs {len(passes)} passes over consecutive micro-batches of "
             f"one optimizer step, but this step had {len(self.done)}."

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from steppe.batchnorm import (
+    Held,
     SharedStatistics,
-    following_statistics,
-    frozen_statistics,
+    copy_buffers,
+    follow_statistics,
+    freeze_statistics,
     tracked_norms,
 )
 from steppe.distributed import Ranks
@@ -121,6 +123,7 @@ class Training:
         self.leaves = Leaves(self)
         self.step = Step(self)
         self.marks: tuple[object, ...] | None = None
+        self._norms: list[float] = []
         self._unaccounted = 0
         self._passed = False
         """Whether a pass ran since the last step of the optimizer."""
@@ -161,10 +164,10 @@ class Training:
         try:
             idle = self.rests and run.noise is not None and run.noise.strength(self.number) == 0
             if run.perturbed and self.step.resting and not idle:
-                run.statistics = following_statistics(self.model, self.fresh, self.number // REST)
+                follow_statistics(self.model, run.statistics, self.fresh, self.number // REST)
             elif run.perturbed and not idle:  # rise 0 is the run without steppe
                 if self.rests or self.method.has_clean_pass:
-                    run.statistics = frozen_statistics(self.model)
+                    freeze_statistics(self.model, run.statistics)
                 self.move(run.index, self._draw(run.index))
             self.step.open(run)
         except BaseException:
@@ -203,9 +206,9 @@ class Training:
 
     def restore(self, *, quiet: bool = False) -> None:
         """True weights, bit for bit, and statistics that follow again. Safe at any time."""
-        run, self.step.running = self.step.running, None
-        if run is not None:
-            run.statistics.let_go()
+        if (run := self.step.running) is not None:
+            run.statistics.let_go()  # first: nobody else knows of them
+            self.step.running = None
         if self.weights.away:
             try:
                 self.weights.restore(quiet=quiet)
@@ -220,14 +223,15 @@ class Training:
                 self.step.close(run)
             finally:
                 self.restore()
-            self.marks, self._passed = self.weights.marks(), True
+            self.marks, self._norms, self._passed = self.weights.marks(), self._norms_now(), True
 
     def _check_accounted(self) -> None:
         """Notice weights that move without a step of the attached optimizer."""
         if not self._passed or self.marks is None:
             return
-        before, self.marks = self.marks, self.weights.marks()
-        self._unaccounted += self.marks != before
+        before = self.marks, self._norms
+        self.marks, self._norms = self.weights.marks(), self._norms_now()
+        self._unaccounted += before != (self.marks, self._norms)
         if self._unaccounted > 1:
             raise RuntimeError(
                 "The weights were updated twice without a step of the attached "
@@ -235,6 +239,13 @@ class Training:
                 "Attach the optimizer whose step() updates the weights, and update them by "
                 "optimizer.step() alone."
             )
+
+    def _norms_now(self) -> list[float]:
+        """Until a step is seen, values are looked at too: what `p.data` writes has no other mark."""
+        weights = self.weights
+        if self.number or weights.shards.several or weights.sizes.is_meta:
+            return []
+        return weights.filter_norms().nan_to_num(-1.0).tolist()
 
     def probe(self, closure: Callable[[], Tensor], samples: int) -> Probe:
         """The loss at the true weights and at `samples` draws, without a trace in the run."""
@@ -261,17 +272,19 @@ class Training:
         """The weights of a pass (None: the true ones), the same random numbers every time."""
         with torch.random.fork_rng():
             self.restore()
-            self.probing = True
-            statistics = frozen_statistics(self.model)
+            held = Held()
             try:
+                self.probing = True
+                freeze_statistics(self.model, held)
+                copy_buffers(self.model, held)
                 if index is not None:
                     self.move(index, Draw(self.seed + sample, self.number, PROBE_STREAM))
                 yield
                 self.weights.frozen.check_ran()
             finally:
-                self.restore()
-                statistics.let_go()
                 self.probing = False
+                held.let_go()
+                self.restore()
 
     @contextmanager
     def running_closure(self) -> Iterator[None]:
@@ -301,31 +314,16 @@ class Training:
         one = torch.ones((), device=self.weights.device)
         return self.scaler.scale(one).to(self.weights.dtype)
 
-    def check_scaler(self) -> None:
-        """A scaler steps the optimizer: refuse what it would make wrong if nobody announced it."""
-        if self.scaler is not None:
-            return
-        unscaled = self.step.loss_unscaled
-        noted = self.several and any(n.learns_from == "pass" for n in self.states)
-        if unscaled or noted or self.steered:
-            problem = (
-                "perturber.backward() did not multiply the loss by its scale"
-                if unscaled
-                else f"{self.method.name}() reads gradients inside backward, where they are "
-                "multiplied by its scale"
-            )
-            raise RuntimeError(
-                f"A GradScaler steps the optimizer, but {problem}. Tell steppe of it: "
-                "attach(..., scaler=scaler)."
-            )
-
     def compare_losses(self, run: Run, gradient: Tensor) -> None:
         """Warn where micro-batches look like different losses (a discriminator's real and fake):
         in two steps, their gradients have one sign each, and not the same."""
-        if gradient.dim() == 0 or gradient.numel() != gradient.shape[0] or gradient.is_meta:
+        dense = type(gradient) is Tensor and gradient.layout is torch.strided
+        if not dense or gradient.is_meta or gradient.is_complex():
             return
-        low, high = float(gradient.min()), float(gradient.max())
-        if low < 0 < high or low == high == 0:
+        if gradient.dim() == 0 or gradient.numel() == 0:
+            return
+        low, high = map(float, gradient.aminmax())
+        if low == high == 0 or not (low >= 0 or high <= 0):  # NaN is neither
             return
         self.signs.append((self.number, run.index, high > 0))
         steps, passes, signs = (set(column) for column in zip(*self.signs, strict=True))

@@ -98,6 +98,34 @@ def test_a_scaler_that_sam_was_not_given_is_noticed(fused):
     assert equal(true, weights_of(model))
 
 
+@pytest.mark.parametrize(
+    "after", [lambda loss: loss, lambda loss: 2 * loss / 4, lambda loss: (loss, 1)]
+)
+@pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
+def test_a_loss_that_is_scaled_already_is_refused(method, after):
+    model = net()
+    optimizer, grad_scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    perturber = steppe.attach(model, optimizer, method, scaler=grad_scaler)
+    true, (x, y) = weights_of(model), data()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"without scaler\.scale"):
+            perturber.backward(lambda: after(grad_scaler.scale(loss_fn(model(x), y))))
+        assert equal(weights_of(model), true)
+    factor = torch.tensor(3.0, dtype=torch.float64)
+    perturber.backward(lambda: factor * loss_fn(model(x), y) / 3)
+    grad_scaler.step(optimizer)
+    assert perturber.step == 1
+
+
+def test_the_way_out_of_an_unannounced_scaler_is_the_loss_as_it_is():
+    model = net()
+    optimizer, grad_scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(0.05))
+    perturber.backward(lambda: grad_scaler.scale(loss_fn(model(data()[0]), data()[1])))
+    with pytest.raises(RuntimeError, match=r"Let loss_of return the loss without scaler\.scale"):
+        grad_scaler.step(optimizer)
+
+
 # ---------------------------------------------------------------------- numbers of micro-batches
 
 
@@ -153,19 +181,41 @@ def critic():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
+def patch_critic():
+    """One that judges patches: a map of outputs for each sample, beside features."""
+    parts = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 1, 2)
+    torch.manual_seed(0)
+    return nn.Sequential(*parts).double()
+
+
+class Features(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.critic = critic()
+
+    def forward(self, x):
+        features = self.critic[:2](x)
+        return {"features": features, "logits": self.critic[2](features)}
+
+
 def train_critic(model, optimizer, loss_of, steps=5):
     for step in range(steps):
         x = data(step)[0]
-        loss_of(True, model(x + 1)).backward()
-        loss_of(False, model(x - 1)).backward()
+        for real, shift in ((True, 1), (False, -1)):
+            output = model(x + shift)
+            output = output["logits"] if isinstance(output, dict) else output
+            loss_of(real, output).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("kind", [critic, patch_critic, Features])
 @pytest.mark.parametrize("loss_of", [cross_entropy, hinge], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("method", [steppe.m_rwp(0.05), M_ARWP], ids=lambda method: method.name)
-def test_a_discriminator_is_warned_that_its_losses_are_taken_for_micro_batches(method, loss_of):
-    model, optimizer, _ = attached(method, model=critic())
+def test_a_discriminator_is_warned_that_its_losses_are_taken_for_micro_batches(
+    method, loss_of, kind
+):
+    model, optimizer, _ = attached(method, model=kind().double())
     with pytest.warns(UserWarning, match=r"passes\(\)"):
         train_critic(model, optimizer, loss_of)
 
@@ -184,6 +234,33 @@ def test_ordinary_micro_batches_are_not_warned(accumulate, convention):
             optimizer.step()
             optimizer.zero_grad()
     assert perturber.step == 6
+
+
+def test_outputs_that_are_not_numbers_are_no_discriminator():
+    """Whether losses differ is not asked of an empty or complex output, nor of a gradient of NaN."""
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            return torch.complex(self.net(x), self.net(x))
+
+    x, _ = data()
+    for model, inputs, loss_of in (
+        (Complex(), x, lambda z: z.abs().sum()),
+        (net(), x[:0], torch.sum),
+        (net(), x, lambda z: z.sum() * torch.nan),
+    ):
+        model, optimizer, perturber = attached(steppe.m_rwp(0.05), model=model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                for sign in (1, -1):
+                    (sign * loss_of(model(inputs))).backward()
+                optimizer.step()
+        assert perturber.step == 3
 
 
 def test_one_class_per_micro_batch_is_not_warned_if_it_changes_sides():

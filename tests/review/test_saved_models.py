@@ -57,6 +57,90 @@ def test_nothing_of_steppe_is_in_the_pickle_of_a_part():
         assert not [word for word in words_of(pickle.dumps(part)) if "steppe" in word]
 
 
+class Tracked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+def traced():
+    return torch.fx.symbolic_trace(Tracked())
+
+
+def traced_part():
+    return nn.Sequential(traced(), nn.Linear(3, 3))
+
+
+def parametrized():
+    model = mlp()
+    nn.utils.parametrizations.spectral_norm(model[0])
+    return model
+
+
+@pytest.mark.parametrize("kind", [traced, traced_part])
+def test_a_traced_graph_is_pickled_without_steppe(kind, tmp_path):
+    """Its class has a way of its own to be pickled."""
+    model = kind()
+    ours = len(pickle.dumps(model))
+    perturber = steppe.attach(model, sgd(model, momentum=0.9), steppe.rwp(0.5))
+    true = weights_of(model)
+    loss_fn(model(batch()[0]), batch()[1])  # thrown away
+    pickled = pickle.dumps(model)
+    assert not [word for word in words_of(pickled) if "steppe" in word]
+    assert len(pickled) == ours
+    assert equal(weights_of(pickle.loads(pickled)), true)
+
+    loss_fn(model(batch()[0]), batch()[1])
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert equal(weights_of(loaded), true)
+    loaded(batch()[0])
+    assert equal(weights_of(loaded), true)
+
+    perturber.backward(lambda: loss_fn(model(batch()[0]), batch()[1]))
+    perturber.detach()
+    assert len(pickle.dumps(model)) == ours
+
+
+@pytest.mark.parametrize("kind", [traced, traced_part, parametrized])
+def test_a_copy_made_in_the_classs_own_way_has_nothing_of_steppe(kind):
+    model = kind()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.rwp(0.5))
+    true = weights_of(model)
+    loss_fn(model(batch()[0]), batch()[1])  # thrown away
+    copied = copy.deepcopy(model)
+    assert equal(weights_of(copied), true)
+    for module in copied.modules():
+        found = [v for value in vars(module).values() for v in (value, *table_of(value))]
+        assert not [v for v in found if type(v).__module__.startswith("steppe")]
+    copied(batch()[0])
+    assert equal(weights_of(copied), true)
+    loss_fn(model(batch()[0]), batch()[1]).backward()
+    optimizer.step()
+    assert perturber.step == 1
+
+
+def test_a_model_whose_parametrization_was_removed_is_saved_and_copied():
+    model = parametrized()
+    steppe.attach(model, sgd(model), steppe.rwp(0.5))
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    true = weights_of(model)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert equal(weights_of(made), true)
+        made(batch()[0])
+        assert equal(weights_of(made), true)
+
+
+def table_of(value):
+    values = value.values() if isinstance(value, dict) else ()
+    return [getattr(v, "hook", v) for v in values]
+
+
 LOAD = """
 import importlib, sys
 sys.modules["steppe"] = None

@@ -345,6 +345,59 @@ def test_one_optimizer_of_two_models_serves_one_method_of_several_passes():
     steppe.attach(b, optimizer, steppe.rwp(ratio=0.1))
 
 
+def test_one_optimizer_of_two_models_under_a_scaler():
+    models, twins = (net(), other()), (net(), other())
+    optimizer = sgd([p for model in models for p in model.parameters()])
+    plain = sgd([p for model in twins for p in model.parameters()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    first, second = (steppe.attach(m, optimizer, steppe.rwp(0.0), scaler=scaler) for m in models)
+    for step in range(3):
+        if step == 2:
+            first.detach()
+        for model in models:
+            scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        for model in twins:
+            loss_of(model, step).backward()
+        plain.step()
+        plain.zero_grad()
+    assert (first.step, second.step) == (2, 3)
+    for model, twin in zip(models, twins, strict=True):
+        assert equal(weights_of(model), weights_of(twin))
+    second.detach()
+    assert not [name for name in vars(optimizer) if "amp" in name or name == "__getstate__"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_scaler_is_noticed_after_the_other_model_was_detached(left, fused):
+    models = (net(), other())
+    optimizer = sgd([p for model in models for p in model.parameters()], fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    perturbers = [steppe.attach(model, optimizer, steppe.rwp(0.1)) for model in models]
+    perturbers[1 - left].detach()
+    scaler.scale(torch.ones(()))
+    perturbers[left].backward(lambda: loss_of(models[left], 0))
+    with pytest.raises(RuntimeError, match="A GradScaler steps the optimizer"):
+        scaler.step(optimizer)
+    perturbers[left].detach()
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
+
+
+def test_a_copy_of_an_optimizer_of_two_models_has_true_weights():
+    models = (net(), other())
+    optimizer = sgd([p for model in models for p in model.parameters()])
+    for model in models:
+        steppe.attach(model, optimizer, steppe.rwp(0.5))
+    true = [w for model in models for w in weights_of(model)]
+    for model in models:
+        loss_of(model, 0)  # thrown away
+    copied = copy.deepcopy(optimizer)
+    assert equal(copied.param_groups[0]["params"], true)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_another_optimizer_trains_is_weighed_also_if_that_is_fused(fused):
     model, criterion = net(), Weighted()

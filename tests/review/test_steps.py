@@ -74,6 +74,94 @@ def test_a_subclass_of_sgd_takes_one_step_with_a_closure_too():
     assert perturber.step == 2
 
 
+# ---------------------------------------------------------------------- a step that raises
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer whose step raises when asked to, before or after its base class has stepped."""
+
+    fails = None
+
+    def fail(self, when):
+        if self.fails == when:
+            self.fails = None
+            raise MemoryError("planned")
+
+    def step(self, closure=None):
+        self.fail("before")
+        value = super().step(closure)
+        self.fail("after")
+        return value
+
+
+@pytest.mark.parametrize("caught", ["inside", "outside"])
+@pytest.mark.parametrize("method", [ARWP, M_ARWP], ids=lambda method: method.name)
+def test_a_step_that_raises_and_is_taken_again_counts_once(method, caught):
+    ends = []
+    for fails in (True, False):
+        model = net()
+        optimizer = Failing(model.parameters(), lr=0.1)
+        perturber = steppe.attach(model, optimizer, method)
+
+        def again(optimizer=optimizer):
+            try:
+                optimizer.step()
+            except MemoryError:
+                if caught == "inside":  # the first one's frames are still alive
+                    return optimizer.step()
+            else:
+                return None
+            return optimizer.step()
+
+        for step in range(3):
+            optimizer.fails = "before" if fails and step == 1 else None
+            for part in range(len(method.passes)):
+                loss_fn(model(data(2 * step + part)[0]), data(2 * step + part)[1]).backward()
+            again()
+            optimizer.zero_grad()
+        assert perturber.step == 3
+        ends.append([*weights_of(model), *history_of(perturber)])
+    assert equal(*ends)
+
+
+def test_a_base_class_whose_step_raises_inside_is_taken_again():
+    class Again(Failing):
+        def step(self, closure=None):
+            try:
+                return super().step(closure)
+            except MemoryError:
+                return super().step(closure)
+
+    model = net()
+    optimizer = Again(model.parameters(), lr=0.1)
+    perturber = steppe.attach(model, optimizer, ARWP)
+    optimizer.fails = "before"
+    train(model, optimizer)
+    assert perturber.step == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_closure_runs_all_passes_after_a_step_that_raised(when):
+    model = net()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    perturber = steppe.attach(model, optimizer, steppe.antithetic_rwp(0.05))
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn(model(data()[0]), data()[1])
+        calls.append(loss)
+        loss.backward()
+        return loss
+
+    optimizer.fails = when
+    with pytest.raises(MemoryError):
+        optimizer.step(closure)
+    calls.clear()
+    optimizer.step(closure)
+    assert (len(calls), perturber.step) == (2, 1)
+
+
 # ---------------------------------------------------------------------- steps by other hands
 
 
@@ -108,31 +196,40 @@ def test_a_wrapper_whose_base_optimizer_takes_the_steps(name):
     assert equal(history_of(perturber), history_of(other))
 
 
+@torch.no_grad()
+def in_place(model):
+    for p in model.parameters():
+        p.sub_(0.1 * p.grad)
+        p.grad = None
+
+
+def through_data(model):
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad
+        p.grad = None
+
+
+@pytest.mark.parametrize("update", [in_place, through_data])
 @pytest.mark.parametrize("method", [steppe.rwp(0.05), steppe.sam(0.1)], ids=lambda m: m.name)
-def test_weights_that_are_updated_by_hand_are_noticed(method):
+def test_weights_that_are_updated_by_hand_are_noticed(method, update):
     model, _, perturber = attached(method)
     updates = 0
     with pytest.raises(RuntimeError, match=r"optimizer\.step"):
         for step in range(3):
             perturber.backward(lambda: loss_fn(model(data(step)[0]), data(step)[1]))
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(0.1 * p.grad)
-                    p.grad = None
+            update(model)
             updates += 1
     assert updates <= 2
 
 
-def test_an_unchanged_loop_that_updates_by_hand_is_noticed():
+@pytest.mark.parametrize("update", [in_place, through_data])
+def test_an_unchanged_loop_that_updates_by_hand_is_noticed(update):
     model, _, _ = attached(steppe.rwp(0.05))
     updates = 0
     with pytest.raises(RuntimeError, match=r"optimizer\.step"):
         for step in range(3):
             loss_fn(model(data(step)[0]), data(step)[1]).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(0.1 * p.grad)
-            model.zero_grad()
+            update(model)
             updates += 1
     assert updates <= 2
 

@@ -316,6 +316,46 @@ def test_instance_norm_does_not_follow_a_probe():
     assert not equal(before, statistics(model)), "they follow again"
 
 
+class Counting(nn.Module):
+    """Buffers of all kinds: of spectral norm, bound anew, written in place, and with two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("unused", None)
+        self.again = nn.Module()
+        self.again.register_buffer("calls", self.calls)
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        assert self.again.calls is self.calls
+        return self.net(x - self.mean)
+
+
+@pytest.mark.parametrize("method", [steppe.rwp(0.5), steppe.sam(0.1)], ids=lambda m: m.name)
+def test_a_probe_leaves_no_trace_in_any_buffer(method):
+    model = Counting()
+    perturber = steppe.attach(model, sgd(model), method)
+    x, y = batch()
+    objects, values = list(model.buffers()), statistics(model)
+
+    def failing():
+        loss_fn(model(x), y)
+        raise KeyError
+
+    perturber.probe(lambda: loss_fn(model(x), y))
+    with pytest.raises(KeyError):
+        perturber.probe(failing)
+    assert all(a is b for a, b in zip(model.buffers(), objects, strict=True))
+    assert equal(values, objects)
+    assert model.again.calls is model.calls
+    perturber.backward(lambda: loss_fn(model(x), y))
+    assert not equal(values, statistics(model)), "they follow again"
+
+
 def test_a_probe_leaves_no_write_of_its_own():
     model = mlp()
     perturber = steppe.attach(model, sgd(model), steppe.rwp(0.5))

@@ -20,7 +20,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from steppe.distributed import is_sharded
-from steppe.passes import EARLY, Run, leaves_of, put_back
+from steppe.leaves import leaves_of
+from steppe.passes import EARLY, Run, put_back
 from steppe.schedules import differentiable, watch_pull
 from steppe.standins import ASKS, MODE, STATE, Call, Hook, Mode, ScalerAsks, State
 from steppe.training import Training

@@ -1,23 +1,18 @@
-"""Passes: what one does while it is under way, and the leaves whose gradients it gets."""
+"""Passes: what one does while it is under way, and what comes of several."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, reduce
+from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from steppe.batchnorm import Held
-from steppe.distributed import alive, is_sharded
-from steppe.standins import ASKS, ScalerAsks
 
 if TYPE_CHECKING:
     from steppe.training import Training
@@ -163,165 +158,6 @@ def put_back(run: Run) -> str:
         f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
         "outside of the pass."
     )
-
-
-class Leaves:
-    """Every parameter that gets gradients, perturbed or not, whoever trains it: the model's, the
-    optimizer's, and further ones as they are met.
-
-    A hook on each tells the step of a gradient before it accumulates. Sharded parameters see nothing
-    of autograd: the gathered ones are watched in their place.
-    """
-
-    def __init__(self, training: Training) -> None:
-        self._training, perturbed = training, [p.param for p in training.weights.params]
-        self.numbers = {param: number for number, param in enumerate(perturbed)}
-        """Which of the perturbed parameters each is."""
-        self._sharded = [param for param in perturbed if is_sharded(param)]
-        self._handles: dict[Tensor, Any] = {}
-        self._all: dict[Tensor, None] = {}
-        self._met_optimizers = False
-        self._first = set(_trained_by(training.optimizer))
-        self._count = self._met = len(self._first)
-        self._meet((*training.model.parameters(), *_trained_by(training.optimizer)))
-        self.ours = set(self._all)
-        """Those of the model and its optimizer; the others may have gradients of another step."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        groups = self._training.optimizer.param_groups
-        if (count := sum([len(group["params"]) for group in groups])) != self._met:
-            self._meet(_trained_by(self._training.optimizer))
-            self.ours.update(_trained_by(self._training.optimizer))
-            self._met = count
-        return iter(self._all)
-
-    def _meet(self, params: Iterable[Tensor]) -> None:
-        self._all |= {param: None for param in params if not is_sharded(param)}
-
-    def watch_all(self) -> None:
-        """Watch whatever requires gradients by now: a frozen parameter refuses a hook."""
-        for leaf in self:
-            self.watch(leaf)
-
-    def watch(self, leaf: Tensor, number: int | None = None) -> None:
-        """`number`: of the perturbed parameter that this leaf was gathered from."""
-        if leaf.requires_grad and leaf not in self._handles:
-            number = self.numbers.get(leaf, number)  # type: ignore[call-overload]
-            hook = partial(_arrive, ref(self._training), number, ref(leaf))
-            self._handles[leaf] = leaf.register_hook(hook)
-            self._all[leaf] = None
-
-    def meet_optimizers(self) -> None:
-        """Find what other optimizers train: what none of them holds needs no weighing.
-
-        torch keeps no list of optimizers, so they are looked for, once, among all objects.
-        """
-        if self._met_optimizers:
-            return
-        self._met_optimizers = True
-        for found in alive(Optimizer):  # the attached ones' perturbers weigh what they train
-            attached = isinstance(vars(found).get(ASKS), ScalerAsks)
-            if hasattr(found, "param_groups") and not attached:
-                self._meet(_trained_by(found))
-
-    def meet_graph(self, loss: Tensor) -> None:
-        """Find the leaves of this graph that nobody named (a criterion's weights)."""
-        self._meet(leaves_of([loss.grad_fn]))
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Those of this step: of our leaves (sharded ones' parts), and of others that it reached."""
-        touched = self._training.step.touched
-        known = [leaf for leaf in self if leaf in self.ours or leaf in touched]
-        grads = [leaf.grad for leaf in known + self._sharded if leaf.grad is not None]
-        return [getattr(grad, "_local_tensor", grad) for grad in grads]
-
-    @property
-    def have_gradients(self) -> bool:
-        return any(leaf.grad is not None for leaf in (*self, *self._sharded))
-
-    @property
-    def hooked(self) -> bool:
-        """Whether somebody else looks at gradients as they accumulate, and must see sums."""
-        return any(leaf._post_accumulate_grad_hooks for leaf in self)
-
-    def set_aside(self) -> dict[Tensor, Tensor]:
-        """Take all gradients away."""
-        ddp, aside = self._training.ranks.ddp, {}
-        copy = ddp is not None and ddp.gradient_as_bucket_view  # DDP reuses their memory
-        for leaf in (*self, *self._sharded):
-            if (grad := leaf.grad) is not None:
-                aside[leaf] = grad.clone() if copy else grad
-                leaf.grad = None
-        return aside
-
-    @torch.no_grad()
-    def give_back(self, aside: dict[Tensor, Tensor], weight: float | None = None) -> None:
-        """Add gradients that were put aside to those found now (times `weight`), by few operations."""
-        if weight is not None:
-            for leaf in (*self, *self._sharded):
-                if (new := leaf.grad) is not None:
-                    leaf.grad = new * weight if weight else None
-        found = [(leaf, old, leaf.grad) for leaf, old in aside.items()]
-        pairs = [(old, new) for _, old, new in found if new is not None and _plain(old, new)]
-        if pairs:
-            torch._foreach_add_([old for old, _ in pairs], [new for _, new in pairs])
-        for leaf, old, new in found:
-            leaf.grad = old if new is None or _plain(old, new) else old + new
-
-    def added(self) -> list[str]:
-        """Parameters that came to the optimizer after `attach`: trained, but not perturbed."""
-        new = [p for p in _trained_by(self._training.optimizer) if p not in self._first]
-        names = {param: name for name, param in self._training.model.named_parameters()}
-        return [names.get(param, f"a parameter {tuple(param.shape)}") for param in new]
-
-    def notice_added(self) -> None:
-        """Warn once of parameters that came to the optimizer after `attach`."""
-        count = sum(len(group["params"]) for group in self._training.optimizer.param_groups)
-        if count > self._count:
-            warnings.warn(
-                f"{count - self._count} parameters were added to the optimizer after attach(): they "
-                "are trained, but not perturbed. To perturb them too, detach() and attach() again.",
-                stacklevel=2,
-            )
-        self._count = count
-
-    def let_go(self) -> None:
-        """Remove all hooks and forget the model."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles, self._all, self.ours = {}, {}, set()
-
-
-def _arrive(
-    training: ref[Training], number: int | None, leaf: ref[Tensor], grad: Tensor
-) -> Tensor | None:
-    """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
-    hook back to the parameter runs through C++, where nothing collects it."""
-    found, param = training(), leaf()
-    return None if found is None or param is None else found.step.arrive(number, param, grad)
-
-
-def leaves_of(graphs: list[Any]) -> Iterator[Tensor]:
-    """The leaves that graphs come from."""
-    seen, todo = set(), list(graphs)
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        todo += [following for following, _ in node.next_functions]
-
-
-def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _plain(*tensors: Tensor) -> bool:
-    """Whether one operation can serve these among others: neither sparse nor sharded."""
-    return all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
 
 
 def loss_in(value: Any) -> Any:

@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from steppe.distributed import alive, is_sharded
@@ -23,8 +24,9 @@ class Leaves:
     """Every parameter that gets gradients, perturbed or not, whoever trains it: the model's, the
     optimizer's, and further ones as they are met.
 
-    A hook on each tells the step of a gradient before it accumulates. Sharded parameters see nothing
-    of autograd: the gathered ones are watched in their place.
+    A hook on what accumulates each one's gradient tells the step of it before: gradients that
+    `torch.autograd.grad` hands out pass it by. Sharded parameters see nothing of autograd: the
+    gathered ones are watched in their place.
     """
 
     def __init__(self, training: Training) -> None:
@@ -32,7 +34,8 @@ class Leaves:
         self.numbers = {param: number for number, param in enumerate(perturbed)}
         """Which of the perturbed parameters each is."""
         self._sharded = [param for param in perturbed if is_sharded(param)]
-        self._handles: dict[Tensor, Any] = {}
+        self._handles: dict[Tensor, tuple[Any, ...]] = {}
+        """Of each leaf that is watched: its kind, the node that accumulates its gradient, the hook."""
         self._all: dict[Tensor, None] = {}
         self._met_optimizers = False
         self._first = set(_trained_by(training.optimizer))
@@ -59,11 +62,16 @@ class Leaves:
 
     def watch(self, leaf: Tensor, number: int | None = None) -> None:
         """`number`: of the perturbed parameter that this leaf was gathered from."""
-        if leaf.requires_grad and leaf not in self._handles:
-            number = self.numbers.get(leaf, number)  # type: ignore[call-overload]
-            hook = partial(_arrive, ref(self._training), number, ref(leaf))
-            self._handles[leaf] = leaf.register_hook(hook)
-            self._all[leaf] = None
+        kind, known = (leaf.device, leaf.dtype), self._handles.get(leaf)
+        if not leaf.requires_grad or (known and known[0] == kind):
+            return
+        if known:
+            known[-1].remove()  # converted since, which gives a leaf another node
+        number = self.numbers.get(leaf, number)  # type: ignore[call-overload]
+        node = get_gradient_edge(leaf).node  # a leaf holds it weakly: it is ours to keep
+        hook = partial(_arrive, ref(self._training), number, ref(leaf))
+        self._handles[leaf] = (kind, node, node.register_prehook(hook))
+        self._all[leaf] = None
 
     def meet_optimizers(self) -> None:
         """Find what other optimizers train: what none of them holds needs no weighing.
@@ -142,18 +150,21 @@ class Leaves:
 
     def let_go(self) -> None:
         """Remove all hooks and forget the model."""
-        for handle in self._handles.values():
+        for *_, handle in self._handles.values():
             handle.remove()
         self._handles, self._all, self.ours = {}, {}, set()
 
 
 def _arrive(
-    training: ref[Training], number: int | None, leaf: ref[Tensor], grad: Tensor
-) -> Tensor | None:
+    training: ref[Training], number: int | None, leaf: ref[Tensor], grads: tuple[Tensor | None]
+) -> tuple[Tensor] | None:
     """A leaf's hook. It must keep nothing alive: under DDP the cycle from a parameter through its
     hook back to the parameter runs through C++, where nothing collects it."""
-    found, param = training(), leaf()
-    return None if found is None or param is None else found.step.arrive(number, param, grad)
+    found, param, (grad,) = training(), leaf(), grads
+    if found is None or param is None or grad is None:
+        return None
+    weighed = found.step.arrive(number, param, grad)
+    return None if weighed is None else (weighed,)
 
 
 def leaves_of(graphs: list[Any]) -> Iterator[Tensor]:

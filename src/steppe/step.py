@@ -203,7 +203,8 @@ class Step:
                 raise RuntimeError(
                     f"optimizer.step() without a pass of {training.method.name}() since the last "
                     "one: the attached model was not called in training mode with gradients. Is it "
-                    "in eval mode? Is an inner module called instead of the one that was attached?"
+                    "in eval mode? Is an inner module called instead of the one that was attached? Are "
+                    "gradients taken by torch.autograd.grad? With several passes, call backward()."
                 )
             if training.several and training.ranks.index is None:
                 self._even_out()

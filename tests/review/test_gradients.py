@@ -1,5 +1,7 @@
 """Every leaf that the loss reaches gets the method's weighted sum of gradients, or an error."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -304,3 +306,112 @@ def test_backward_hands_back_a_bare_loss_as_a_tensor():
     optimizer.step()
     step_with(perturber, model, optimizer, 1)
     assert perturber.step == 2
+
+
+# ---------------------------------------------------------------------- gradients that are handed out
+
+
+def with_penalty(model, x, y):
+    """The loss and a penalty on its gradient with respect to the weights."""
+    loss = loss_fn(model(x), y)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.5 * sum(g.square().sum() for g in grads)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_penalty_on_gradients_of_weights_is_weighed_once(method):
+    by_passes, by_backward = attached(method, lr=0.0), attached(method, lr=0.0)
+    for number, run in enumerate(by_passes[2].passes()):
+        with run:
+            with_penalty(by_passes[0], *data(number % method.batches_needed)).backward()
+    model, _, perturber = by_backward
+    parts = [data(k) for k in range(method.batches_needed)]
+    if method.feed != "slices":
+        perturber.backward(lambda x, y: with_penalty(model, x, y), *parts)
+        assert_close(grads_of(by_passes[0]), grads_of(model))
+
+
+class Adapts(nn.Module):
+    """A model that takes a step of gradient descent in its forward, as MAML does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, y):
+        weights = dict(self.net.named_parameters())
+        loss = loss_fn(torch.func.functional_call(self.net, weights, (x,)), y)
+        grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        moved = {k: w - 0.5 * g for (k, w), g in zip(weights.items(), grads, strict=True)}
+        return torch.func.functional_call(self.net, moved, (x,))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["hooks", "passes"])
+@pytest.mark.parametrize("lam", [0.3, 0.5])
+def test_a_model_that_differentiates_in_its_forward_is_weighed_once(lam, explicit):
+    model, optimizer, perturber = attached(steppe.m_rwp(0.05, lam=lam), lr=0.0, model=Adapts())
+    twin = Adapts()
+    wanted = [torch.zeros_like(p) for p in twin.parameters()]
+    for part, run in enumerate(perturber.passes() if explicit else [nullcontext()] * 2):
+        x, y = data(part)
+        with run:
+            output = model(x, y)
+            twin.load_state_dict(dict(zip(twin.state_dict(), weights_of(model), strict=True)))
+            loss = loss_fn(output, y)
+            (loss if explicit else loss / 2).backward()
+        own = torch.autograd.grad(loss_fn(twin(x, y), y), list(twin.parameters()))
+        wanted = [w + (lam if part else 1 - lam) * g for w, g in zip(wanted, own, strict=True)]
+    assert_close(grads_of(model), wanted)
+    optimizer.step()
+    assert perturber.step == 1
+
+
+def test_gradients_that_are_handed_out_alone_are_no_pass():
+    method = steppe.m_rwp(0.05)
+    model, optimizer, perturber = attached(method)
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"No gradient arrived.*call backward\(\)"):
+        for run in perturber.passes():
+            with run:
+                torch.autograd.grad(loss_fn(model(data()[0]), data()[1]), params)
+    for part in range(2):
+        grads = torch.autograd.grad(loss_fn(model(data(part)[0]), data(part)[1]), params)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g if p.grad is None else p.grad + g
+    with pytest.raises(
+        RuntimeError, match=r"torch.autograd.grad\? With several passes, call backward"
+    ):
+        optimizer.step()
+
+
+def test_a_leaf_that_is_converted_is_still_weighed():
+    model, loss, _, perturber = two_optimizers(steppe.m_rwp(0.0, lam=0.3))
+    for number in range(2):
+        for run in perturber.passes():
+            with run:
+                loss(model(data()[0]), data()[1]).backward()
+        weights = loss.log_weights
+        twin = Weighted().to(weights.dtype)
+        wanted = torch.autograd.grad(twin(net()(data()[0]), data()[1]), twin.log_weights)
+        assert_close([weights.grad.double()], [wanted[0].double()], rtol=1e-6, atol=1e-7)
+        perturber.new_step(drop_gradients=True)
+        if number == 0:
+            loss.float()
+
+
+def test_a_function_without_a_gradient_for_a_leaf_is_served():
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    model, _, perturber = attached(steppe.m_rwp(0.05, lam=0.3))
+    for run in perturber.passes():
+        with run:
+            nothing = Undefined.apply(model[0].bias).sum() * 0
+            (loss_fn(model(data()[0]), data()[1]) + nothing).backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -85,7 +85,7 @@ class Hooks:
     def before_evaluation(self) -> None:
         """A part of the model goes into evaluation mode, maybe after a discarded loss."""
         running = self._training.step.running
-        if running is not None and running.forwarded and not (running.held or running.in_backward):
+        if running is not None and running.forwarded and not (running.held or _under_way(running)):
             self._training.restore()
 
     def before_load(self, *_: Any, **__: Any) -> None:
@@ -113,14 +113,14 @@ class Hooks:
             elif running is not held:
                 raise RuntimeError(put_back(held))
             return
-        if running is not None and running.in_backward:
+        if running is not None and _under_way(running):
             return  # activation checkpointing runs forwards inside backward
         if not (module.training and grad) or not any(p.noisy for p in training.weights.params):
             training.restore()
         elif running is not None:
             if training.weights.written():
                 training.restore()  # which raises
-            running.forwarded = False
+            running.forwarded = running.in_backward = False
         elif training.method.perturbs:
             self._check_own_weights()
             self._check_inputs(inputs)
@@ -169,13 +169,13 @@ class Hooks:
 
     def forward_failed(self) -> None:
         running = self._training.step.running
-        if running is not None and not running.held and not running.in_backward:
+        if running is not None and not running.held and not _under_way(running):
             self._training.restore()
 
     @_disable_dynamo
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         training, running = self._training, self._training.step.running
-        if running is None or (running.in_backward and not running.held):
+        if running is None or (_under_way(running) and not running.held):
             return
         if training.step.metered:
             seen = output if training.loop.outputs is None else training.loop.outputs(output)
@@ -253,6 +253,11 @@ class Hooks:
         self._training.stepping = max(0, self._training.stepping - 1)
         if not self._training.stepping:
             self._training.step_taken()
+
+
+def _under_way(run: Run) -> bool:
+    """Whether a backward of this pass is: one over weights alone may have come before and be over."""
+    return run.in_backward and torch._C._current_graph_task_id() != -1
 
 
 def _stands_still(optimizer: Optimizer) -> bool:

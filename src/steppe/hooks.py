@@ -115,7 +115,9 @@ class Hooks:
             return
         if running is not None and _under_way(running):
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and grad) or not any(p.noisy for p in training.weights.params):
+        noisy = any(p.noisy for p in training.weights.params)  # or a part without noise is trained
+        trains = noisy or any(p.requires_grad for p in module.parameters())
+        if not (module.training and grad and trains):
             training.restore()
         elif running is not None:
             if training.weights.written():

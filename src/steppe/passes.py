@@ -82,7 +82,8 @@ class Run:
             )
         if self._entered:
             raise RuntimeError(f"{self} was entered before; take a new one from passes().")
-        if self.noise is not None and self.noise.needs_gradient and not training.step.gradient:
+        climbs = self.noise is not None and self.noise.needs_gradient
+        if climbs and training.weights.active and not training.step.gradient:
             raise RuntimeError(f"{self} needs the gradient of the pass before it; run that first.")
         ours = self._weighs_loss and self.factor == 1 and training.several
         self.apart = ours and self._adds_up()

@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from steppe.distributed import alive, is_sharded
 from steppe.standins import ASKS, ScalerAsks
@@ -37,20 +39,26 @@ class Leaves:
         self._handles: dict[Tensor, tuple[Any, ...]] = {}
         """Of each leaf that is watched: its kind, the node that accumulates its gradient, the hook."""
         self._all: dict[Tensor, None] = {}
-        self._met_optimizers = False
+        self._steps: Any = None
+        """The hook on the steps of all optimizers, once they were looked for."""
+        self.late: dict[Tensor, int] = {}
+        """Leaves with a gradient whose optimizer was found at its step alone, and the number of ours."""
         self._first = set(_trained_by(training.optimizer))
-        self._count = self._met = len(self._first)
-        self._meet((*training.model.parameters(), *_trained_by(training.optimizer)))
-        self.ours = set(self._all)
+        self._count = len(self._first)
+        self.ours: set[Tensor] = set()
         """Those of the model and its optimizer; the others may have gradients of another step."""
+        self.meet_ours()
 
     def __iter__(self) -> Iterator[Tensor]:
-        groups = self._training.optimizer.param_groups
-        if (count := sum([len(group["params"]) for group in groups])) != self._met:
-            self._meet(_trained_by(self._training.optimizer))
-            self.ours.update(_trained_by(self._training.optimizer))
-            self._met = count
         return iter(self._all)
+
+    def meet_ours(self) -> None:
+        """Find what the model has and its optimizer trains by now: a head may have been replaced."""
+        training = self._training
+        gathered = self._all and training.weights.shards.several  # maybe, in place of sharded ones
+        params = () if gathered else training.model.parameters()
+        self._meet(found := (*params, *_trained_by(training.optimizer)))
+        self.ours.update(leaf for leaf in found if leaf in self._all)
 
     def _meet(self, params: Iterable[Tensor]) -> None:
         self._all |= {param: None for param in params if not is_sharded(param)}
@@ -76,15 +84,34 @@ class Leaves:
     def meet_optimizers(self) -> None:
         """Find what other optimizers train: what none of them holds needs no weighing.
 
-        torch keeps no list of optimizers, so they are looked for, once, among all objects.
+        torch keeps no list of optimizers, so they are looked for, once, among all objects; later ones
+        are met when they step.
         """
-        if self._met_optimizers:
-            return
-        self._met_optimizers = True
-        for found in alive(Optimizer):  # the attached ones' perturbers weigh what they train
-            attached = isinstance(vars(found).get(ASKS), ScalerAsks)
-            if hasattr(found, "param_groups") and not attached:
-                self._meet(_trained_by(found))
+        if self._steps is None:
+            for found in alive(Optimizer):
+                if hasattr(found, "param_groups") and not _is_attached(found):
+                    self._meet(_trained_by(found))
+            hook = partial(_another_steps, ref(self._training))
+            self._steps = register_optimizer_step_pre_hook(hook)
+            finalize(self._training, self._steps.remove)
+
+    def meet_late(self, optimizer: Optimizer) -> None:
+        """An optimizer steps. What it trains was not weighed so far, if it came after the first pass."""
+        new = [p for p in _trained_by(optimizer) if p not in self._all and not is_sharded(p)]
+        self._meet(new)
+        number = self._training.number
+        self.late |= {param: number for param in new if param.grad is not None}
+
+    def check_in_time(self, leaf: Tensor) -> None:
+        """A gradient is about to be weighed: raise if that of the step before was of a pass, too."""
+        if self.late.pop(leaf, -2) >= self._training.number - 1:
+            name = self._training.method.name
+            raise RuntimeError(
+                f"A parameter of shape {tuple(leaf.shape)} has an optimizer that was found after the first "
+                f"pass of {name}(), when it stepped: that step was made with the sum of its passes' "
+                "gradients, without their weights. Make all optimizers before the first pass, or call "
+                "perturber.backward(), which weighs the loss."
+            )
 
     def meet_graph(self, loss: Tensor) -> None:
         """Find the leaves of this graph that nobody named (a criterion's weights)."""
@@ -152,7 +179,9 @@ class Leaves:
         """Remove all hooks and forget the model."""
         for *_, handle in self._handles.values():
             handle.remove()
-        self._handles, self._all, self.ours = {}, {}, set()
+        if self._steps is not None:
+            self._steps.remove()
+        self._handles, self._all, self.ours, self.late = {}, {}, set(), {}
 
 
 def _arrive(
@@ -165,6 +194,18 @@ def _arrive(
         return None
     weighed = found.step.arrive(number, param, grad)
     return None if weighed is None else (weighed,)
+
+
+@_disable_dynamo
+def _another_steps(training: ref[Training], optimizer: Optimizer, *_: Any) -> None:
+    """A hook on every optimizer's step. It must keep nothing alive: torch's list of hooks is global."""
+    if (found := training()) is not None and not _is_attached(optimizer):
+        found.leaves.meet_late(optimizer)
+
+
+def _is_attached(optimizer: Optimizer) -> bool:
+    """Whether a perturber weighs what it trains."""
+    return isinstance(vars(optimizer).get(ASKS), ScalerAsks)
 
 
 def leaves_of(graphs: list[Any]) -> Iterator[Tensor]:

@@ -44,10 +44,10 @@ class Run:
         self.perturbed, self.held = self.noise is not None, held
         self._training, self._of_pass = training, factor
         self._by_hooks, self._weighs_loss = by_hooks, weighs_loss
-        self._scouts = held and training.method.scouts(index)
-        self.share = factor if weighs_loss and factor and not self._scouts else 1.0
+        self.scouts = held and training.method.scouts(index)
+        self.share = factor if weighs_loss and factor and not self.scouts else 1.0
         """What its gradients are multiplied by already, through the loss."""
-        self.factor = 1.0 if self._scouts else factor / self.share
+        self.factor = 1.0 if self.scouts else factor / self.share
         """What they are multiplied by as they arrive at the leaves."""
         self.apart = False
         """Whether all gradients are its own when backward ends, so that none is looked at before."""
@@ -88,9 +88,8 @@ class Run:
         ours = self._weighs_loss and self.factor == 1 and training.several
         self.apart = ours and self._adds_up()
         with ExitStack() as exits:
-            if self._scouts:
-                if not self._weighs_loss:
-                    training.leaves.meet_optimizers()
+            if self.scouts:
+                training.leaves.meet_optimizers()
                 self._aside = training.leaves.set_aside()
                 exits.callback(self._aside.clear)
                 exits.callback(training.leaves.give_back, self._aside, self._of_pass)
@@ -108,11 +107,11 @@ class Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
-        if training.number < EARLY and (self._scouts or self.factor != 1):
+        if training.number < EARLY and (self.scouts or self.factor != 1):
             leaves.meet_graph(loss)
             if not self.apart:
                 leaves.watch_all()
-            if self._scouts:
+            if self.scouts:
                 self._aside |= leaves.set_aside()
         training.step.loss_unscaled |= training.scaler is None
         loss = loss if self.share == 1 else loss * self.share
@@ -149,7 +148,7 @@ class Run:
         if training.several and not self.reached:
             raise RuntimeError(f"No gradient arrived in {self}; call backward() inside of it.")
         training.finish(self)
-        if self._scouts:
+        if self.scouts:
             training.step.gradient = [slot.param.grad for slot in training.weights.active]
 
 

@@ -68,6 +68,8 @@ class Step:
         self.running, training = run, self._training
         if run.factor != 1:
             training.leaves.meet_optimizers()
+        if (training.several or self.metered) and not self.done:
+            training.leaves.meet_ours()
         if (training.several or self.meters_passes) and not run.apart:
             training.leaves.watch_all()
         run.learns = (self.meters_passes and bool(training.weights.moved)) or (
@@ -82,20 +84,22 @@ class Step:
 
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
-        run = self.running
+        run, training = self.running, self._training
         if run is None or run.apart:
             return None
         factor, own = run.factor, run.own
+        if training.leaves.late and (factor != 1 or run.scouts):
+            training.leaves.check_in_time(leaf)
         if not run.in_backward:
             self.backward_begins(run)
             if factor != 1 and not run.held:  # the model's outputs come first, or all is another's
                 queue = torch.autograd.Variable._execution_engine.queue_callback
                 queue(partial(self._check_reached, run))
-        run.reached = run.reached or number is not None or leaf in self._training.leaves.ours
+        run.reached = run.reached or number is not None or leaf in training.leaves.ours
         self.touched.add(leaf)
         if number is not None and run.learns:
             if number not in own:  # to keep `grad` would make autograd copy it
-                free = factor == 1 and leaf.grad is None and not self._training.ranks.averages
+                free = factor == 1 and leaf.grad is None and not training.ranks.averages
                 own[number] = None if free else grad
             elif (before := own[number]) is not None:  # a nested backward: it comes in parts
                 own[number] = before + grad
@@ -125,8 +129,11 @@ class Step:
 
     def backward_ends(self, run: Run) -> None:
         """`.grad` is about to become a sum with the gradients of passes before."""
+        leaves = self._training.leaves
+        for leaf in [late for late in leaves.late if run.scouts and late.grad is not None]:
+            leaves.check_in_time(leaf)
         if run.apart:
-            run.reached = self._training.leaves.have_gradients
+            run.reached = leaves.have_gradients
             run.own = dict.fromkeys(range(len(self._training.weights.params) * run.learns))
         if run.own:
             self._look(run)

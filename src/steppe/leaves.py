@@ -125,6 +125,10 @@ class Leaves:
         grads = [leaf.grad for leaf in known + self._sharded if leaf.grad is not None]
         return [getattr(grad, "_local_tensor", grad) for grad in grads]
 
+    def marks(self) -> list[tuple[int, int]]:
+        """What changes when somebody writes, replaces or drops a gradient."""
+        return [(id(grad), grad._version) for grad in self.gradients]
+
     @property
     def have_gradients(self) -> bool:
         return any(leaf.grad is not None for leaf in (*self, *self._sharded))

@@ -79,7 +79,9 @@ class Step:
     def backward_begins(self, run: Run) -> None:
         """The first gradient of a pass is there. Called once a pass, before anything accumulates."""
         run.in_backward = True
-        if not run.held and self.abandoned():
+        if run.held:
+            run.check_kept()
+        elif self.abandoned():
             self._forget()  # gradients were thrown away between forward and backward
 
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
@@ -125,7 +127,7 @@ class Step:
         self._look(run)
         self.done.append(run.index)
         if several or self.metered:
-            self._seen = self._marks()
+            self._seen = self._training.leaves.marks()
 
     def backward_ends(self, run: Run) -> None:
         """`.grad` is about to become a sum with the gradients of passes before."""
@@ -190,15 +192,12 @@ class Step:
         new = noise.collect(self._training.weights, self._own(run), 1 / run.share)
         self.notes[noise] = added(self.notes.get(noise, []), new)
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(id(g), g._version) for g in self._training.leaves.gradients]
-
     def abandoned(self) -> bool:
         """Whether all gradients are None or zero although passes ran: a new step begins. Values are
         looked at, which waits for the device, only if somebody wrote them since the last pass."""
         if not self.done or not (self._training.several or self.metered):
             return False
-        if (marks := self._marks()) == self._seen and marks:
+        if (marks := self._training.leaves.marks()) == self._seen and marks:
             return False
         return not any(bool(g.any()) for g in self._training.leaves.gradients)
 

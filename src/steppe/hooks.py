@@ -100,6 +100,9 @@ class Hooks:
                 param = owner._parameters[name]
                 if param is not None and not is_sharded(param):
                     self._training.leaves.watch(param, number)
+        for param in (p for owner in inside for p in owner._parameters.values()):
+            if param is not None and not is_sharded(param):  # those without noise are weighed, too
+                self._training.leaves.watch(param)
 
     @_disable_dynamo
     def before_forward(self, module: nn.Module, inputs: Any) -> None:

@@ -57,10 +57,10 @@ class Leaves:
         training = self._training
         gathered = self._all and training.weights.shards.several  # maybe, in place of sharded ones
         params = () if gathered else training.model.parameters()
-        self._meet(found := (*params, *_trained_by(training.optimizer)))
+        self.meet(found := (*params, *_trained_by(training.optimizer)))
         self.ours.update(leaf for leaf in found if leaf in self._all)
 
-    def _meet(self, params: Iterable[Tensor]) -> None:
+    def meet(self, params: Iterable[Tensor]) -> None:
         self._all |= {param: None for param in params if not is_sharded(param)}
 
     def watch_all(self) -> None:
@@ -90,17 +90,10 @@ class Leaves:
         if self._steps is None:
             for found in alive(Optimizer):
                 if hasattr(found, "param_groups") and not _is_attached(found):
-                    self._meet(_trained_by(found))
+                    self.meet(_trained_by(found))
             hook = partial(_another_steps, ref(self._training))
             self._steps = register_optimizer_step_pre_hook(hook)
             finalize(self._training, self._steps.remove)
-
-    def meet_late(self, optimizer: Optimizer) -> None:
-        """An optimizer steps. What it trains was not weighed so far, if it came after the first pass."""
-        new = [p for p in _trained_by(optimizer) if p not in self._all and not is_sharded(p)]
-        self._meet(new)
-        number = self._training.number
-        self.late |= {param: number for param in new if param.grad is not None}
 
     def check_in_time(self, leaf: Tensor) -> None:
         """A gradient is about to be weighed: raise if that of the step before was of a pass, too."""
@@ -115,7 +108,7 @@ class Leaves:
 
     def meet_graph(self, loss: Tensor) -> None:
         """Find the leaves of this graph that nobody named (a criterion's weights)."""
-        self._meet(leaves_of([loss.grad_fn]))
+        self.meet(leaves_of([loss.grad_fn]))
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -202,9 +195,14 @@ def _arrive(
 
 @_disable_dynamo
 def _another_steps(training: ref[Training], optimizer: Optimizer, *_: Any) -> None:
-    """A hook on every optimizer's step. It must keep nothing alive: torch's list of hooks is global."""
+    """A hook on every optimizer's step: if it came after the first pass, what it trains was not weighed
+    so far. It must keep nothing alive: torch's list of hooks is global."""
     if (found := training()) is not None and not _is_attached(optimizer):
-        found.leaves.meet_late(optimizer)
+        new = [
+            p for p in _trained_by(optimizer) if p not in found.leaves._all and not is_sharded(p)
+        ]
+        found.leaves.meet(new)
+        found.leaves.late |= {p: found.number for p in new if p.grad is not None}
 
 
 def _is_attached(optimizer: Optimizer) -> bool:

@@ -70,6 +70,7 @@ class Run:
         """The gradients from before a pass that shows the next one its way: its own do not count."""
         self._before: list[tuple[int, int]] = []
         """How gradients stood when it was entered."""
+        self._changed = ""  # what somebody did to them before its backward
         self._exits = ExitStack()
 
     def __repr__(self) -> str:
@@ -110,12 +111,13 @@ class Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_of must return the loss, a tensor with one value; got {got}.")
-        if training.several and (self.in_backward or (self.apart and self._changed() == "written")):
+        arrived = self.in_backward  # before this one
+        training.step.backward_begins(self)
+        if training.several and (arrived or (self.apart and self._changed == "written")):
             raise RuntimeError(
                 f"loss_of ran a backward of its own in {self}, whose weight is multiplied into the loss that "
                 f"it returns. Return the whole loss, or hold the passes open: {training.loop.hold}."
             )
-        training.step.backward_begins(self)
         if training.number < EARLY and (self.scouts or self.factor != 1):
             leaves.meet_graph(loss)
             if not self.apart:
@@ -137,21 +139,17 @@ class Run:
 
     def check_kept(self) -> None:
         """Its backward begins: raise if gradients of passes before went since it was entered."""
-        method, done = self._training.method, self._training.step.done
-        counted = any(method.passes[i].weight and not method.scouts(i) for i in done)
-        if self._training.several and counted and self._changed() == "dropped":
+        training, leaves = self._training, self._training.leaves
+        if not training.several or (marks := leaves.marks()) == self._before:
+            return
+        gone = len(marks) < len(self._before) or not any(bool(g.any()) for g in leaves.gradients)
+        self._changed = "dropped" if gone else "written"
+        passes, scouts = training.method.passes, training.method.scouts
+        if gone and any(passes[i].weight and not scouts(i) for i in training.step.done):
             raise RuntimeError(
                 f"Gradients of the passes before were thrown away inside of {self}. Call zero_grad() before "
                 "the first pass, or after optimizer.step()."
             )
-
-    def _changed(self) -> str:
-        """What somebody did to gradients since it was entered. Values are looked at only then."""
-        grads, marks = self._training.leaves.gradients, self._training.leaves.marks()
-        if marks == self._before:
-            return ""
-        dropped = len(marks) < len(self._before) or not any(bool(g.any()) for g in grads)
-        return "dropped" if dropped else "written"
 
     def _adds_up(self) -> bool:
         """Whether gradients of passes are put aside for each other and added up by us."""

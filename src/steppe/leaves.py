@@ -57,8 +57,10 @@ class Leaves:
         training = self._training
         gathered = self._all and training.weights.shards.several  # maybe, in place of sharded ones
         params = () if gathered else training.model.parameters()
-        self.meet(found := (*params, *_trained_by(training.optimizer)))
-        self.ours.update(leaf for leaf in found if leaf in self._all)
+        found = dict.fromkeys((*params, *_trained_by(training.optimizer)))
+        if not found.keys() <= self.ours:
+            self.meet(found)
+            self.ours.update(found)
 
     def meet(self, params: Iterable[Tensor]) -> None:
         self._all |= {param: None for param in params if not is_sharded(param)}

@@ -170,6 +170,29 @@ def test_sharded_parameters_without_noise_get_the_weighted_sum():
         assert_close(found, wanted)
 
 
+def train_by_closures(rank):
+    """FSDP2 and an optimizer that is given a closure, beside the same in one process."""
+    model, twin = Deep(), Deep()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    steppe.attach(model, optimizer := sgd(model.parameters()), steppe.rwp(0.0))
+    for each, its in ((model, optimizer), (twin, sgd(twin.parameters()))):
+
+        def closure(each=each, its=its):
+            its.zero_grad()
+            loss = loss_fn(each(data(0)[0]), data(0)[1])
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            its.step(closure)
+    return full(model.parameters()), full(twin.parameters())
+
+
+def test_a_closure_drops_the_gradients_of_sharded_parameters_of_the_step_before():
+    for found, wanted in run(2, train_by_closures):
+        assert_close(found, wanted)
+
+
 # ---------------------------------------------------------------------- placements
 
 

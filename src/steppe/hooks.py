@@ -9,11 +9,9 @@ state without any of this, at the true weights.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -22,9 +20,10 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from steppe.distributed import is_sharded
-from steppe.passes import EARLY, Run, leaves_of, put_back
+from steppe.leaves import leaves_of
+from steppe.passes import EARLY, Run, put_back
 from steppe.schedules import differentiable, watch_pull
-from steppe.standins import Call, Hook, ScalerAsks, check_scaler, stand_ins
+from steppe.standins import Call, Hook, ScalerAsks, calls_under_way, check_scaler, stand_ins
 from steppe.training import Training
 
 
@@ -78,7 +77,7 @@ class Hooks:
     def before_evaluation(self) -> None:
         """A part of the model goes into evaluation mode, maybe after a discarded loss."""
         running = self._training.step.running
-        if running is not None and running.forwarded and not (running.held or running.in_backward):
+        if running is not None and running.forwarded and not (running.held or _under_way(running)):
             self._training.restore()
 
     def before_load(self, *_: Any, **__: Any) -> None:
@@ -93,6 +92,9 @@ class Hooks:
                 param = owner._parameters[name]
                 if param is not None and not is_sharded(param):
                     self._training.leaves.watch(param, number)
+        for param in (p for owner in inside for p in owner._parameters.values()):
+            if param is not None and not is_sharded(param):  # those without noise are weighed, too
+                self._training.leaves.watch(param)
 
     @_disable_dynamo
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -106,14 +108,16 @@ class Hooks:
             elif running is not held:
                 raise RuntimeError(put_back(held))
             return
-        if running is not None and running.in_backward:
+        if running is not None and _under_way(running):
             return  # activation checkpointing runs forwards inside backward
-        if not (module.training and grad) or not any(p.noisy for p in training.weights.params):
+        noisy = any(p.noisy for p in training.weights.params)  # or a part without noise is trained
+        trains = noisy or any(p.requires_grad for p in module.parameters())
+        if not (module.training and grad and trains):
             training.restore()
         elif running is not None:
             if training.weights.written():
                 training.restore()  # which raises
-            running.forwarded = False
+            running.forwarded = running.in_backward = False
         elif training.method.perturbs:
             self._check_own_weights()
             self._check_inputs(inputs)
@@ -162,13 +166,13 @@ class Hooks:
 
     def forward_failed(self) -> None:
         running = self._training.step.running
-        if running is not None and not running.held and not running.in_backward:
+        if running is not None and not running.held and not _under_way(running):
             self._training.restore()
 
     @_disable_dynamo
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         training, running = self._training, self._training.step.running
-        if running is None or (running.in_backward and not running.held):
+        if running is None or (_under_way(running) and not running.held):
             return
         if training.step.metered:
             seen = output if training.loop.outputs is None else training.loop.outputs(output)
@@ -220,7 +224,7 @@ class Hooks:
     def before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training = self._training
         scaled, self.scaled = self.scaled, False
-        if training.stepping and (depth := _depth(training.optimizer)) > 1:
+        if training.stepping and (depth := calls_under_way(training.optimizer)) > 1:
             training.stepping = depth
             return None
         training.restore()
@@ -250,12 +254,9 @@ class Hooks:
             self._training.step_taken()
 
 
-def _depth(optimizer: Optimizer) -> int:
-    """How many calls of its step() are under way: a subclass may call `super().step()`. The stack knows;
-    of calls that are merely counted, one that raised would stay for ever."""
-    frames = [frame for frame, _ in walk_stack(sys._getframe(2))]
-    torchs = [f for f in frames if f.f_code is frames[0].f_code]  # its wrapper around each of them
-    return sum(any(value is optimizer for value in f.f_locals.values()) for f in torchs)
+def _under_way(run: Run) -> bool:
+    """Whether a backward of this pass is: one over weights alone may have come before and be over."""
+    return run.in_backward and torch._C._current_graph_task_id() != -1
 
 
 def _stands_still(optimizer: Optimizer) -> bool:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from steppe.distributed import Ranks
 from steppe.hooks import Hooks
 from steppe.methods import Method
 from steppe.noise import VERSION
-from steppe.passes import Run, joined, loss_in
+from steppe.passes import Run, deal, joined, loss_in
 from steppe.standins import check_unscaled
 from steppe.training import Probe, Training
 
@@ -288,67 +285,3 @@ def _difference(saved: list[Any], here: list[Any]) -> str:
         if list(old) != list(new):
             return f"{old[0]} {tuple(old[1])} was saved, {new[0]} {tuple(new[1])} is attached"
     return f"{len(saved)} parameters were saved, {len(here)} are attached"
-
-
-def deal(
-    method: Method, batches: Sequence[Any], only: int | None = None
-) -> list[tuple[int, Sequence[Any], float]]:
-    """The number of each pass to run (or of the `only` one that this rank runs), the arguments of its
-    loss, and the factor of its gradient."""
-    name, passes = method.name, method.passes
-    if only is not None:
-        if len(batches) > 1:
-            raise ValueError(
-                f"{name}() runs its passes on different ranks, and every rank brings one batch of its "
-                f"own; got {len(batches)}. Call perturber.backward(loss_of, batch)."
-            )
-        return [(only, _arguments(*batches), passes[only].weight * len(passes))]
-    if method.feed == "each":
-        if len(batches) != len(passes):
-            names = ", ".join(f"batch{i + 1}" for i in range(len(passes)))
-            raise ValueError(
-                f"{name}() takes a batch for each of its {len(passes)} passes, got "
-                f"{len(batches)}. Call perturber.backward(loss_of, {names})."
-            )
-        return [(i, _arguments(batches[i]), p.weight) for i, p in enumerate(passes)]
-    sliced = method.m is not None or method.feed == "slices"
-    if len(batches) > 1 or (sliced and not batches):
-        raise ValueError(
-            f"{name}() takes one batch, got {len(batches)}. Call perturber.backward(loss_of, batch)."
-        )
-    batch = _arguments(*batches)
-    if method.feed == "slices":
-        return [(i, *part) for i, part in enumerate(slices(batch, len(passes)))]
-    parts = [(batch, 1.0)] if method.m is None else slices(batch, of=method.m)
-    return [(i, part, p.weight * share) for part, share in parts for i, p in enumerate(passes)]
-
-
-def slices(
-    batch: Sequence[Any], parts: int | None = None, *, of: int = 1
-) -> list[tuple[Sequence[Any], float]]:
-    """The batch in so many equal `parts`, or parts `of` so many samples, each with its share of them.
-
-    Examples:
-        >>> [(part[0].tolist(), share) for part, share in slices([torch.arange(5)], of=4)]
-        [([0, 1, 2, 3], 0.8), ([4], 0.2)]
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves(list(batch)) if isinstance(leaf, Tensor)]
-    sizes = sorted({leaf.shape[0] for leaf in leaves if leaf.dim()})
-    if len(sizes) != 1:
-        raise ValueError(
-            f"A batch that is sliced must hold tensors of one size along dimension 0, got sizes {sizes}."
-        )
-    (size,) = sizes
-    if parts is not None and parts > size:
-        raise ValueError(f"A batch of {size} cannot be cut into {parts} slices.")
-    steps = range(0, size, of) if parts is None else (i * size // parts for i in range(parts))
-
-    def rows(start: int, stop: int, leaf: Any) -> Any:
-        return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-    bounds = pairwise([*steps, size])
-    return [(pytree.tree_map(partial(rows, a, b), list(batch)), (b - a) / size) for a, b in bounds]
-
-
-def _arguments(batch: Any = ()) -> Sequence[Any]:
-    return batch if isinstance(batch, list | tuple) else (batch,)

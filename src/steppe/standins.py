@@ -6,8 +6,10 @@ pass it by.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -211,3 +213,11 @@ def check_unscaled(training: Training, loss: Any) -> None:
                 "it by as well. Return it without scaler.scale()."
             )
         node = node.next_functions[0][0]
+
+
+def calls_under_way(optimizer: Optimizer) -> int:
+    """How many calls of its step() are under way: a subclass may call `super().step()`. The stack knows;
+    of calls that are merely counted, one that raised would stay for ever."""
+    frames = [frame for frame, _ in walk_stack(sys._getframe(2))]
+    torchs = [f for f in frames if f.f_code is frames[0].f_code]  # its wrapper around each of them
+    return sum(any(value is optimizer for value in f.f_locals.values()) for f in torchs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,6 +68,8 @@ class Step:
         self.running, training = run, self._training
         if run.factor != 1:
             training.leaves.meet_optimizers()
+        if (training.several or self.metered) and not self.done:
+            training.leaves.meet_ours()
         if (training.several or self.meters_passes) and not run.apart:
             training.leaves.watch_all()
         run.learns = (self.meters_passes and bool(training.weights.moved)) or (
@@ -77,25 +79,29 @@ class Step:
     def backward_begins(self, run: Run) -> None:
         """The first gradient of a pass is there. Called once a pass, before anything accumulates."""
         run.in_backward = True
-        if not run.held and self.abandoned():
+        if run.held:
+            run.check_kept()
+        elif self.abandoned():
             self._forget()  # gradients were thrown away between forward and backward
 
     def arrive(self, number: int | None, leaf: Tensor, grad: Tensor) -> Tensor | None:
         """A hook on each leaf: keep what the pass learns from, and weigh before it accumulates."""
-        run = self.running
+        run, training = self.running, self._training
         if run is None or run.apart:
             return None
         factor, own = run.factor, run.own
+        if training.leaves.late and (factor != 1 or run.scouts):
+            training.leaves.check_in_time(leaf)
         if not run.in_backward:
             self.backward_begins(run)
             if factor != 1 and not run.held:  # the model's outputs come first, or all is another's
                 queue = torch.autograd.Variable._execution_engine.queue_callback
-                queue(partial(self._check_reached, run))
-        run.reached = run.reached or number is not None or leaf in self._training.leaves.ours
+                queue(run.check_reached)
+        run.reached = run.reached or number is not None or leaf in training.leaves.ours
         self.touched.add(leaf)
         if number is not None and run.learns:
             if number not in own:  # to keep `grad` would make autograd copy it
-                free = factor == 1 and leaf.grad is None and not self._training.ranks.averages
+                free = factor == 1 and leaf.grad is None and not training.ranks.averages
                 own[number] = None if free else grad
             elif (before := own[number]) is not None:  # a nested backward: it comes in parts
                 own[number] = before + grad
@@ -103,15 +109,6 @@ class Step:
             return None
         # never `grad * 0`: an overflow in a pass that does not count must not become NaN
         return torch.zeros_like(grad) if factor == 0 else grad * factor
-
-    def _check_reached(self, run: Run) -> None:
-        if not (run.reached or run.end_is_queued):
-            self._training.restore()
-            raise RuntimeError(
-                "Another loss was differentiated between the attached model's forward and its backward: "
-                f"its gradients were weighed with this pass of {self._training.method.name}(). "
-                "Differentiate it before the attached model's forward, or after its backward."
-            )
 
     def close(self, run: Run) -> None:
         """The backward of a pass came to an end, with its eps still in the weights: it counts."""
@@ -121,12 +118,15 @@ class Step:
         self._look(run)
         self.done.append(run.index)
         if several or self.metered:
-            self._seen = self._marks()
+            self._seen = self._training.leaves.marks()
 
     def backward_ends(self, run: Run) -> None:
         """`.grad` is about to become a sum with the gradients of passes before."""
+        leaves = self._training.leaves
+        for leaf in [late for late in leaves.late if run.scouts and late.grad is not None]:
+            leaves.check_in_time(leaf)
         if run.apart:
-            run.reached = self._training.leaves.have_gradients
+            run.reached = leaves.have_gradients
             run.own = dict.fromkeys(range(len(self._training.weights.params) * run.learns))
         if run.own:
             self._look(run)
@@ -190,15 +190,12 @@ class Step:
         new = noise.collect(self._training.weights, self._own(run), 1 / run.share)
         self.notes[noise] = added(self.notes.get(noise, []), new)
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(id(g), g._version) for g in self._training.leaves.gradients]
-
     def abandoned(self) -> bool:
         """Whether all gradients are None or zero although passes ran: a new step begins. Values are
         looked at, which waits for the device, only if somebody wrote them since the last pass."""
         if not self.done or not (self._training.several or self.metered):
             return False
-        if (marks := self._marks()) == self._seen and marks:
+        if (marks := self._training.leaves.marks()) == self._seen and marks:
             return False
         return not any(bool(g.any()) for g in self._training.leaves.gradients)
 
@@ -210,7 +207,8 @@ class Step:
                 raise RuntimeError(
                     f"optimizer.step() without a pass of {training.method.name}() since the last "
                     "one: the attached model was not called in training mode with gradients. Is it "
-                    "in eval mode? Is an inner module called instead of the one that was attached?"
+                    "in eval mode? Is an inner module called instead of the one that was attached? Are "
+                    "gradients taken by torch.autograd.grad? With several passes, call backward()."
                 )
             self._even_out()
             self._learn()

@@ -20,9 +20,10 @@ from steppe.batchnorm import (
     tracked_norms,
 )
 from steppe.distributed import Ranks
+from steppe.leaves import Leaves
 from steppe.methods import Method
 from steppe.noise import Draw
-from steppe.passes import EARLY, Leaves, Run
+from steppe.passes import EARLY, Run
 from steppe.perturbations import Perturbation, State
 from steppe.schedules import REST
 from steppe.step import Step

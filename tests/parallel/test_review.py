@@ -145,6 +145,54 @@ def test_wrapped_blocks_on_hsdp_have_the_same_history(wrapper, unwrapped):
         assert_close(found, weights)
 
 
+def gradients_without_noise(rank):
+    """Sharded parameters that are left out of the noise, beside the same by hand."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, twin = Deep(), Deep()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    steppe.attach(
+        model, sgd(model.parameters()), steppe.m_rwp(0.0, lam=0.3), exclude=("*.bias", "head.*")
+    )
+    loss_fn(model(data(0, rank)[0]), data(0, rank)[1]).backward()
+    by_rank = [
+        torch.autograd.grad(loss_fn(twin(x), y), list(twin.parameters()))
+        for x, y in (data(0, other) for other in range(4))
+    ]
+    first, second = ([a + b for a, b in zip(*by_rank[i : i + 2], strict=True)] for i in (0, 2))
+    wanted = [0.7 * a / 2 + 0.3 * b / 2 for a, b in zip(first, second, strict=True)]
+    return full(p.grad for p in model.parameters()), wanted
+
+
+def test_sharded_parameters_without_noise_get_the_weighted_sum():
+    for found, wanted in run(4, gradients_without_noise):
+        assert_close(found, wanted)
+
+
+def train_by_closures(rank):
+    """FSDP2 and an optimizer that is given a closure, beside the same in one process."""
+    model, twin = Deep(), Deep()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    steppe.attach(model, optimizer := sgd(model.parameters()), steppe.rwp(0.0))
+    for each, its in ((model, optimizer), (twin, sgd(twin.parameters()))):
+
+        def closure(each=each, its=its):
+            its.zero_grad()
+            loss = loss_fn(each(data(0)[0]), data(0)[1])
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            its.step(closure)
+    return full(model.parameters()), full(twin.parameters())
+
+
+def test_a_closure_drops_the_gradients_of_sharded_parameters_of_the_step_before():
+    for found, wanted in run(2, train_by_closures):
+        assert_close(found, wanted)
+
+
 # ---------------------------------------------------------------------- placements
 
 

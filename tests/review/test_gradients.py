@@ -1,8 +1,12 @@
 """Every leaf that the loss reaches gets the method's weighted sum of gradients, or an error."""
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import steppe
 from tests.nets import conv, equal, images, loss_fn, weights_of
@@ -303,4 +307,245 @@ def test_backward_hands_back_a_bare_loss_as_a_tensor():
     assert not loss.requires_grad
     optimizer.step()
     step_with(perturber, model, optimizer, 1)
+    assert perturber.step == 2
+
+
+# ---------------------------------------------------------------------- gradients that are handed out
+
+
+def with_penalty(model, x, y):
+    """The loss and a penalty on its gradient with respect to the weights."""
+    loss = loss_fn(model(x), y)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.5 * sum(g.square().sum() for g in grads)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_penalty_on_gradients_of_weights_is_weighed_once(method):
+    by_passes, by_backward = attached(method, lr=0.0), attached(method, lr=0.0)
+    for number, run in enumerate(by_passes[2].passes()):
+        with run:
+            with_penalty(by_passes[0], *data(number % method.batches_needed)).backward()
+    model, _, perturber = by_backward
+    parts = [data(k) for k in range(method.batches_needed)]
+    if method.feed != "slices":
+        perturber.backward(lambda x, y: with_penalty(model, x, y), *parts)
+        assert_close(grads_of(by_passes[0]), grads_of(model))
+
+
+class Adapts(nn.Module):
+    """A model that takes a step of gradient descent in its forward, as MAML does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, y):
+        weights = dict(self.net.named_parameters())
+        loss = loss_fn(torch.func.functional_call(self.net, weights, (x,)), y)
+        grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        moved = {k: w - 0.5 * g for (k, w), g in zip(weights.items(), grads, strict=True)}
+        return torch.func.functional_call(self.net, moved, (x,))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["hooks", "passes"])
+@pytest.mark.parametrize("lam", [0.3, 0.5])
+def test_a_model_that_differentiates_in_its_forward_is_weighed_once(lam, explicit):
+    model, optimizer, perturber = attached(steppe.m_rwp(0.05, lam=lam), lr=0.0, model=Adapts())
+    twin = Adapts()
+    wanted = [torch.zeros_like(p) for p in twin.parameters()]
+    for part, run in enumerate(perturber.passes() if explicit else [nullcontext()] * 2):
+        x, y = data(part)
+        with run:
+            output = model(x, y)
+            twin.load_state_dict(dict(zip(twin.state_dict(), weights_of(model), strict=True)))
+            loss = loss_fn(output, y)
+            (loss if explicit else loss / 2).backward()
+        own = torch.autograd.grad(loss_fn(twin(x, y), y), list(twin.parameters()))
+        wanted = [w + (lam if part else 1 - lam) * g for w, g in zip(wanted, own, strict=True)]
+    assert_close(grads_of(model), wanted)
+    optimizer.step()
+    assert perturber.step == 1
+
+
+def test_gradients_that_are_handed_out_alone_are_no_pass():
+    method = steppe.m_rwp(0.05)
+    model, optimizer, perturber = attached(method)
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"No gradient arrived.*call backward\(\)"):
+        for run in perturber.passes():
+            with run:
+                torch.autograd.grad(loss_fn(model(data()[0]), data()[1]), params)
+    for part in range(2):
+        grads = torch.autograd.grad(loss_fn(model(data(part)[0]), data(part)[1]), params)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g if p.grad is None else p.grad + g
+    with pytest.raises(
+        RuntimeError, match=r"torch.autograd.grad\? With several passes, call backward"
+    ):
+        optimizer.step()
+
+
+def test_a_leaf_that_is_converted_is_still_weighed():
+    model, loss, _, perturber = two_optimizers(steppe.m_rwp(0.0, lam=0.3))
+    for number in range(2):
+        for run in perturber.passes():
+            with run:
+                loss(model(data()[0]), data()[1]).backward()
+        weights = loss.log_weights
+        twin = Weighted().to(weights.dtype)
+        wanted = torch.autograd.grad(twin(net()(data()[0]), data()[1]), twin.log_weights)
+        assert_close([weights.grad.double()], [wanted[0].double()], rtol=1e-6, atol=1e-7)
+        perturber.new_step(drop_gradients=True)
+        if number == 0:
+            loss.float()
+
+
+def test_a_function_without_a_gradient_for_a_leaf_is_served():
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    model, _, perturber = attached(steppe.m_rwp(0.05, lam=0.3))
+    for run in perturber.passes():
+        with run:
+            nothing = Undefined.apply(model[0].bias).sum() * 0
+            (loss_fn(model(data()[0]), data()[1]) + nothing).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- leaves that come later
+
+
+def unequal_step(way, perturber, model, loss):
+    """One step of m-RWP at lam 0.3 whose loss may have weights of its own; the gradients by hand."""
+    watched = Watched(model, loss)
+    for part, run in enumerate(perturber.passes() if way == "passes" else [nullcontext()] * 2):
+        x, y = data(part)
+        with run:
+            output = model(x)
+            watched.seen.append((weights_of(model), x, y))
+            value = loss(output, y)
+            (value if way == "passes" else value / 2).backward()
+    return watched.gradients([0.7, 0.3])
+
+
+WAYS = pytest.mark.parametrize("way", ["passes", "micro-batches"])
+
+
+@WAYS
+@pytest.mark.parametrize("hidden", [False, True], ids=["made later", "gc.freeze"])
+def test_an_optimizer_that_is_found_when_it_steps_raises_in_the_next_pass(way, hidden):
+    model, loss = net(), Weighted()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.m_rwp(0.05, lam=0.3))
+    other = sgd(loss) if hidden else None
+    if hidden:
+        gc.collect()
+        gc.freeze()
+    else:
+        unequal_step(way, perturber, model, loss_fn)
+        optimizer.step()
+        other = sgd(loss)
+    try:
+        unequal_step(way, perturber, model, loss)
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"shape \(3,\).*perturber\.backward"):
+            unequal_step(way, perturber, model, loss)
+    finally:
+        gc.unfreeze()
+    true = weights_of(model)
+    perturber.new_step(drop_gradients=True)
+    assert equal(true, weights_of(model))
+    assert_close(unequal_step(way, perturber, model, loss), grads_of(model, loss))
+
+
+@pytest.mark.parametrize("explicit", ["passes", "backward"])
+def test_sam_notices_a_late_optimizer(explicit):
+    model, loss = net(), Weighted()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.sam(0.1))
+    with pytest.raises(RuntimeError, match=r"shape \(3,\)"):
+        for step in range(5):
+            if step == 3:
+                other = sgd(loss)
+            criterion = loss if step >= 3 else loss_fn
+            if explicit == "backward":
+                perturber.backward(lambda x, y: criterion(model(x), y), data())
+            else:
+                for run in perturber.passes():
+                    with run:
+                        criterion(model(data()[0]), data()[1]).backward()
+            optimizer.step()
+            if step >= 3:
+                other.step()
+            optimizer.zero_grad()
+
+
+@WAYS
+def test_another_model_that_comes_later_trains_on_its_own(way):
+    model, optimizer, perturber = attached(steppe.m_rwp(0.05, lam=0.3))
+    unequal_step(way, perturber, model, loss_fn)
+    optimizer.step()
+    other = net()
+    theirs = sgd(other, 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        unequal_step(way, perturber, model, loss_fn)
+        loss_fn(other(data(step)[0]), data(step)[1]).backward()
+        optimizer.step()
+        theirs.step()
+    assert perturber.step == 4
+
+
+@WAYS
+@pytest.mark.parametrize("group", ["another optimizer", "a new group", "the same group"])
+def test_a_head_that_is_replaced_is_weighed(way, group):
+    model, optimizer, perturber = attached(steppe.m_rwp(0.05, lam=0.3))
+    unequal_step(way, perturber, model, loss_fn)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[2] = nn.Linear(8, 3, dtype=torch.float64)
+    if group == "the same group":
+        optimizer.param_groups[0]["params"][2:] = model[2].parameters()
+    elif group == "a new group":
+        optimizer.add_param_group({"params": model[2].parameters()})
+    assert_close(unequal_step(way, perturber, model, loss_fn), grads_of(model))
+    if group == "the same group":
+        perturber.restore()
+
+
+def test_the_hook_on_all_optimizers_goes_with_the_perturber():
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    for detach in (True, False):
+        model, _, perturber = attached(steppe.m_rwp(0.05, lam=0.3))
+        unequal_step("passes", perturber, model, loss_fn)
+        assert len(_global_optimizer_pre_hooks) > before
+        if detach:
+            perturber.detach()
+        del model, _, perturber
+        gc.collect()
+        assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_a_compiled_step_of_another_optimizer_is_served():
+    model, loss = net(), Weighted()
+    optimizer, other = sgd(model), sgd(loss)
+    perturber = steppe.attach(model, optimizer, steppe.m_rwp(0.05, lam=0.3))
+    take_step = torch.compile(other.step, backend="eager")
+    for _ in range(2):
+        wanted = unequal_step("passes", perturber, model, loss)
+        assert_close(grads_of(model, loss), wanted)
+        optimizer.step()
+        take_step()
+        optimizer.zero_grad()
+        other.zero_grad()
     assert perturber.step == 2

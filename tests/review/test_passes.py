@@ -1,6 +1,7 @@
 """Histories, and how many passes a step had: micro-batches, skipped steps, checkpoints, scalers."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import steppe
 from tests.nets import equal, loss_fn, weights_of
-from tests.review.loops import assert_close, attached, data, history_of, net, sgd, train
+from tests.review.loops import assert_close, attached, data, grads_of, history_of, net, sgd, train
 
 M_ARWP = steppe.m_arwp(0.05, eta=5.0)
 
@@ -274,3 +275,113 @@ def test_one_class_per_micro_batch_is_not_warned_if_it_changes_sides():
                 (cross_entropy(real, model(data(2 * step + part)[0])) / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------------- gradients inside of a pass
+
+SEVERAL = pytest.mark.parametrize(
+    "method",
+    [steppe.m_rwp(0.05), steppe.m_rwp(0.05, lam=0.3), steppe.antithetic_rwp(0.05), steppe.sam(0.1)],
+    ids=["m_rwp", "m_rwp lam", "antithetic_rwp", "sam"],
+)
+
+
+def by_way(way, perturber, loss_of):
+    """One step over the same batch, by `backward` or by explicit passes."""
+    if way == "backward":
+        perturber.backward(loss_of, *[data()] * perturber.batches_needed)
+    else:
+        for run in perturber.passes():
+            with run:
+                loss_of(*data()).backward()
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["None", "zeros"])
+@pytest.mark.parametrize("way", ["passes", "backward"])
+@SEVERAL
+def test_gradients_that_are_dropped_inside_of_a_pass_are_noticed(method, way, to_none):
+    model, optimizer, perturber = attached(method)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=to_none)
+
+    def loss_of(x, y):
+        optimizer.zero_grad()
+        return loss_fn(model(x), y)
+
+    if method.name == "sam":  # its first pass does not count
+        by_way(way, perturber, loss_of)
+        found = grads_of(model)
+        perturber.new_step(drop_gradients=True)
+        by_way(way, perturber, lambda x, y: loss_fn(model(x), y))
+        assert_close(found, grads_of(model))
+        return
+    true = weights_of(model)
+    with pytest.raises(RuntimeError, match=r"thrown away inside of Run\(1.*zero_grad\(\) before"):
+        by_way(way, perturber, loss_of)
+    assert equal(true, weights_of(model))
+
+
+@pytest.mark.parametrize("way", ["passes", "backward"])
+@SEVERAL
+def test_old_gradients_may_be_dropped_inside_of_the_first_pass(method, way):
+    model, optimizer, perturber = attached(method, lr=0.0)
+    for _ in range(2):
+        passes = iter(method.passes)
+
+        def loss_of(x, y, passes=passes):
+            if (
+                next(passes) is method.passes[0] or method.name == "sam"
+            ):  # its first one does not count
+                optimizer.zero_grad()
+            return loss_fn(model(x), y)
+
+        by_way(way, perturber, loss_of)
+        optimizer.step()
+    assert perturber.step == 2
+    twin, theirs, another = attached(method, lr=0.0)
+    for _ in range(2):
+        theirs.zero_grad()
+        by_way(way, another, lambda x, y: loss_fn(twin(x), y))
+        theirs.step()
+    assert_close(grads_of(model), grads_of(twin))
+
+
+def test_part_of_the_gradients_that_is_dropped_is_noticed():
+    model = net()
+    optimizer, other = sgd(model[0]), sgd(model[2])
+    perturber = steppe.attach(model, optimizer, steppe.m_rwp(0.05))
+    with pytest.raises(RuntimeError, match="thrown away inside of"):
+        for run in perturber.passes():
+            with run:
+                other.zero_grad()
+                loss_fn(model(data()[0]), data()[1]).backward()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["none", "some"])
+@SEVERAL
+def test_a_loss_that_is_differentiated_in_part_is_refused(method, before):
+    model, _, perturber = attached(method)
+    if before:
+        loss_fn(model.eval()(data()[0]), data()[1]).backward()
+        model.train()
+    true = weights_of(model)
+
+    def loss_of(x, y):
+        (loss_fn(model(x[:6]), y[:6]) / 2).backward()
+        return loss_fn(model(x[6:]), y[6:]) / 2
+
+    with pytest.raises(RuntimeError, match=r"loss_of ran a backward of its own.*perturber\.passes"):
+        by_way("backward", perturber, loss_of)
+    assert equal(true, weights_of(model))
+
+
+def test_a_loss_that_is_differentiated_in_part_serves_a_method_of_one_pass():
+    model, _, perturber = attached(steppe.rwp(0.05))
+    other, _, theirs = attached(steppe.rwp(0.05))
+
+    def loss_of(x, y):
+        (loss_fn(model(x[:6]), y[:6]) / 2).backward()
+        return loss_fn(model(x[6:]), y[6:]) / 2
+
+    perturber.backward(loss_of, data())
+    theirs.backward(lambda x, y: loss_fn(other(x), y), data())
+    assert_close(grads_of(model), grads_of(other))

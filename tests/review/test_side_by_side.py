@@ -234,6 +234,65 @@ def test_a_part_that_is_evaluated_after_a_loss_was_thrown_away_has_true_weights(
         assert torch.equal(raw(x), true)
 
 
+PENALIZED = pytest.mark.parametrize(
+    "method",
+    [steppe.rwp(0.3), steppe.m_rwp(0.3, lam=0.3), steppe.antithetic_rwp(0.3)],
+    ids=lambda method: method.name,
+)
+
+
+def penalized(model, step=0):
+    """A forward of the model, and a penalty on its weights that is differentiated before the loss."""
+    output = model(data(step)[0])
+    (1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
+    return output
+
+
+@PENALIZED
+def test_an_evaluation_after_the_backward_of_a_penalty_has_true_weights(method):
+    model, _, _ = attached(method)
+    with torch.no_grad():
+        true = model.eval()(data(5)[0])
+    for _ in range(len(method.passes) - 1):
+        loss_fn(penalized(model.train()), data()[1]).backward()
+    penalized(model.train())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(data(5)[0]), true)
+    penalized(model.train())
+    model[0].eval()
+    assert torch.equal(model[2](model[1](model[0](data(5)[0]))), true)
+    penalized(model.train())
+    with pytest.raises(TypeError):
+        model(None)
+    assert torch.equal(model[2](model[1](model[0](data(5)[0]))), true)
+
+
+@PENALIZED
+def test_a_penalty_that_is_differentiated_first_belongs_to_its_pass(method):
+    model, optimizer, perturber = attached(method, lr=0.0)
+    for _ in range(len(method.passes) - 1):
+        loss_fn(penalized(model), data()[1]).backward()
+    penalized(model, 1)
+    optimizer.zero_grad()  # a batch that is skipped
+    twin, wanted = net(), [torch.zeros_like(p) for p in model.parameters()]
+    factors = {0: 1 - 0.3, 1: 0.3} if method.name == "m_rwp" else {0: 0.5, 1: 0.5}
+    for _ in method.passes:
+        output = penalized(model)
+        run = perturber._training.step.running
+        with torch.no_grad():
+            for p, moved in zip(twin.parameters(), weights_of(model), strict=True):
+                p.copy_(moved)
+        loss_fn(output, data()[1]).backward()
+        loss = loss_fn(twin(data()[0]), data()[1])
+        loss = loss + 1e-3 * sum(p.square().sum() for p in twin.parameters())
+        factor = factors[run.index] * 2 if len(method.passes) > 1 else 1.0
+        for w, g in zip(wanted, torch.autograd.grad(loss, list(twin.parameters())), strict=True):
+            w.add_(g, alpha=factor)
+    assert_close(grads_of(model), wanted)
+    optimizer.step()
+    assert perturber.stats()["incomplete_steps"] == 0
+
+
 def test_a_copy_of_optimizer_and_model_after_a_thrown_away_loss_has_true_weights():
     model, optimizer, _ = attached(steppe.rwp(ratio=0.5))
     true = weights_of(model)

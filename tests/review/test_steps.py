@@ -325,3 +325,34 @@ def test_a_forward_of_a_frozen_model_is_an_evaluation(method, to_input):
     freeze(model, False)
     step_with(perturber, model, optimizer, 1)
     assert perturber.step == 2
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["hooks", "backward"])
+@pytest.mark.parametrize(
+    "method",
+    [steppe.rwp(0.05), steppe.rwp(rise=0.05), M_ARWP, steppe.m_rwp(0.05, lam=0.3), steppe.sam(0.1)],
+    ids=["rwp", "rise", "m_arwp", "m_rwp", "sam"],
+)
+def test_a_head_without_noise_trains_alone_while_the_rest_is_frozen(method, explicit):
+    if method.repeats_batch and not explicit:
+        return
+    model, optimizer, perturber = attached(method, exclude=("2.*",))
+    twin = net()
+    trained = sgd(twin[2], 0.1, momentum=0.9)
+    freeze(model[0], True)
+    for _ in range(3):
+        if explicit:
+            parts = [data()] * perturber.batches_needed
+            perturber.backward(lambda x, y: loss_fn(model(x), y), *parts)
+        else:
+            for _ in method.passes:
+                (loss_fn(model(data()[0]), data()[1]) / len(method.passes)).backward()
+        loss_fn(twin(data()[0]), data()[1]).backward()
+        for each in (optimizer, trained):
+            each.step()
+            each.zero_grad()
+    assert_close(weights_of(model), weights_of(twin))
+    freeze(model[0], False)
+    step_with(perturber, model, optimizer, 3)
+    assert perturber.step == 4
+    assert not equal(weights_of(model[0]), weights_of(twin[0]))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from steppe.attaching import attach
 from steppe.methods import Method
-from steppe.passes import Run
-from steppe.perturber import Perturber, deal
+from steppe.passes import Run, deal
+from steppe.perturber import Perturber
 
 Batch = tuple[Tensor, Tensor]
 

@@ -142,8 +142,8 @@ def test_tables_from_the_evidence_are_current():
 
 def test_what_the_readme_says_of_compression_is_the_evidence():
     page, found = (ROOT / "docs/evidence.md").read_text(), []
-    for name in (r"RWP \(rise 0.2\)", ">RWP"):
-        words = name + r" − SGD ([^;]+) \((\d+)/0 of (\d+)\)"
+    for name in (r"RWP \(rise 0.2\)", ": RWP"):
+        words = name + r" − SGD ([^;]+) \((\d+) better, 0 worse of (\d+)\)"
         gains, better, every = re.search(words, page).groups()
         found.append((*re.findall(r"\+([\d.]+)", gains)[1::2], better, every))
     (three, pruned, better, every), usual = found

@@ -118,6 +118,7 @@ class Bench:
 
     def step_with(self, method: steppe.Method) -> Step:
         perturber = steppe.attach(self.model, self.optimizer, method)
+        after_the_opening(perturber)
         batches = [self.batch] * method.batches_needed
 
         def step() -> None:
@@ -133,13 +134,20 @@ class Bench:
         return added_by(perturber)
 
 
+def after_the_opening(perturber: steppe.Perturber) -> None:
+    """With a rise every step of the opening is measured, and later ones now and then: take these."""
+    training = perturber._training
+    training.number = 2 * CYCLE * training.method.steered
+    training.new_step()
+
+
 def added_by(perturber: steppe.Perturber) -> Step:
     """What a one-pass method adds to a step: move, put back, learn from the gradients there are. With a
     rise it differs from step to step: `CYCLE` of them a call, after the opening, with what is measured."""
     training = perturber._training
     steered = training.method.steered
     outputs = torch.ones(128, 10, device=training.weights.device)
-    training.number = 2 * CYCLE * steered
+    after_the_opening(perturber)
 
     def step() -> None:
         for _ in range(CYCLE if steered else 1):

@@ -282,6 +282,9 @@ SETTINGS_IN_README = {
     "Fashion-MNIST, small ViT (AdamW)": (
         "Confirmation of the defaults (Fashion-MNIST, 2,000 images, small ViT)"
     ),
+    "CIFAR-100, narrow ResNet-18": (
+        "Confirmation of the defaults (CIFAR-100, 10,000 images, ResNet-18 of a quarter width)"
+    ),
 }
 
 

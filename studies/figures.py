@@ -80,18 +80,18 @@ def survival_figure(found: Sequence[Findings]) -> Figure:
     shown = []
     for place, findings, setting in places(found):
         rows = {}
-        for name in map(setting.called, (*FEW[:2], *BESIDE, *LARGE)):
+        for i, name in enumerate(map(setting.called, (*FEW[:2], *BESIDE, *LARGE))):
             row = findings.row(setting, "defaults", name)
             scores = [list(row.scores(after).values()) for after in (UNCHANGED, *CHANGES)]
             if any(scores[1:]):
-                rows[name] = scores
+                rows[name] = i, scores  # a method has one style, whichever others were run
         if rows:
-            counts = sorted({len(scores[-1]) for scores in rows.values()})
+            counts = sorted({len(scores[-1]) for _, scores in rows.values()})
             title = place.replace(" (", "\n(", 1)  # too long for one line
             shown.append((f"{title}, n = {' to '.join(map(str, counts))}", rows))
     figure, axes = panels(len(shown), width=4.2, columns=2)
     for axis, (title, rows) in zip(axes, shown, strict=True):
-        for i, (name, scores) in enumerate(rows.items()):
+        for name, (i, scores) in rows.items():
             means, spread = zip(*map(mean_std, scores), strict=True)
             beside = [x + 0.07 * (i - len(rows) / 2) for x in range(len(scores))]
             error_bars(axis, i, beside, means, spread, name, elinewidth=0.8)

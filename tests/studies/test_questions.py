@@ -140,6 +140,18 @@ def test_what_survives(tmp_path):
     left = axis.containers[0][0].get_ydata()
     assert list(left[0] - left[1:]) == pytest.approx([2, 4, 6, 8])
     assert axis.get_title().endswith("\n(MLP, few steps), n = 6")
+    colours = {each.get_label(): each.lines[0].get_color() for each in axis.containers}
+    fewer = changed(
+        tmp_path / "fewer",
+        lambda line: (
+            replace(line, minima={})
+            if line.result.config.method.startswith("sam")
+            else compressed(line)
+        ),
+    )
+    (axis,) = survival_figure(fewer).axes
+    without = {each.get_label(): each.lines[0].get_color() for each in axis.containers}
+    assert without == {name: colours[name] for name in ("SGD", "RWP", "m-RWP")}
 
 
 def test_the_one_ratio_with_the_smallest_worst_loss():

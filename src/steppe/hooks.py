@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from steppe.distributed import is_sharded
 from steppe.leaves import leaves_of
-from steppe.passes import EARLY, Run, put_back
-from steppe.schedules import differentiable, watch_pull
+from steppe.passes import EARLY, Run, differentiable, put_back
 from steppe.standins import Call, Hook, ScalerAsks, calls_under_way, check_scaler, stand_ins
 from steppe.training import Training
 
@@ -176,7 +175,7 @@ class Hooks:
             return
         if training.step.metered:
             seen = output if training.loop.outputs is None else training.loop.outputs(output)
-            watch_pull(running, seen, training.sees_outputs)
+            running.watch_pull(seen, training.sees_outputs)
         if running.held:
             return
         running.forwarded = True

@@ -43,6 +43,8 @@ class Leaves:
         """The hook on the steps of all optimizers, once they were looked for."""
         self.late: dict[Tensor, int] = {}
         """Leaves with a gradient whose optimizer was found at its step alone, and the number of ours."""
+        self._added_up = (0, 0)
+        """How many passes a step has had, and how many nodes graphs had by then."""
         self._first = set(_trained_by(training.optimizer))
         self._count = len(self._first)
         self.ours: set[Tensor] = set()
@@ -100,13 +102,31 @@ class Leaves:
     def check_in_time(self, leaf: Tensor) -> None:
         """A gradient is about to be weighed: raise if that of the step before was of a pass, too."""
         if self.late.pop(leaf, -2) >= self._training.number - 1:
-            name = self._training.method.name
-            raise RuntimeError(
-                f"A parameter of shape {tuple(leaf.shape)} has an optimizer that was found after the first "
-                f"pass of {name}(), when it stepped: that step was made with the sum of its passes' "
-                "gradients, without their weights. Make all optimizers before the first pass, or call "
-                "perturber.backward(), which weighs the loss."
-            )
+            raise self._too_late(leaf, "that step was made with")
+
+    def added_up(self, passes: int) -> None:
+        """A pass or the step is over: `.grad` is the sum of so many passes' gradients."""
+        self._added_up = passes, _nodes()
+
+    def meet_late(self, optimizer: Optimizer) -> None:
+        """Another optimizer steps. What it trains was not weighed if it was not known: raise where that
+        shows, at gradients that were added up as often as passes ran, with no forward since."""
+        params = [p for p in _trained_by(optimizer) if p not in self._all and not is_sharded(p)]
+        self.meet(params)
+        new = {p: p.grad._version for p in params if p.grad is not None}
+        passes, nodes = self._added_up
+        if new and passes > 1 and nodes == _nodes() and min(new.values()) >= passes - 1:
+            raise self._too_late(next(iter(new)), "its gradient is")
+        self.late |= dict.fromkeys(new, self._training.number)
+
+    def _too_late(self, leaf: Tensor, what: str) -> RuntimeError:
+        name = self._training.method.name
+        return RuntimeError(
+            f"A parameter of shape {tuple(leaf.shape)} has an optimizer that was found after the first "
+            f"pass of {name}(), when it stepped: {what} the sum of its passes' gradients, without their "
+            "weights. Make all optimizers before the first pass, or call perturber.backward(), which "
+            "weighs the loss."
+        )
 
     def meet_graph(self, loss: Tensor) -> None:
         """Find the leaves of this graph that nobody named (a criterion's weights)."""
@@ -200,11 +220,12 @@ def _another_steps(training: ref[Training], optimizer: Optimizer, *_: Any) -> No
     """A hook on every optimizer's step: if it came after the first pass, what it trains was not weighed
     so far. It must keep nothing alive: torch's list of hooks is global."""
     if (found := training()) is not None and not _is_attached(optimizer):
-        new = [
-            p for p in _trained_by(optimizer) if p not in found.leaves._all and not is_sharded(p)
-        ]
-        found.leaves.meet(new)
-        found.leaves.late |= {p: found.number for p in new if p.grad is not None}
+        found.leaves.meet_late(optimizer)
+
+
+def _nodes() -> int:
+    """Of all graphs of this thread so far: it grows with every forward that a backward can follow."""
+    return torch._C._autograd._get_sequence_nr()
 
 
 def _is_attached(optimizer: Optimizer) -> bool:

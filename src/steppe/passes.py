@@ -140,6 +140,24 @@ class Run:
             if before:
                 leaves.give_back(before)
 
+    def watch_pull(self, output: Any, sees_outputs: bool) -> None:
+        """Measure how hard the loss pulls on the model's outputs: for a mean cross-entropy twice the mean
+        of 1 - p. `sees_outputs`: single numbers alone are no loss, but the outputs of one sample."""
+        logits = output.get("logits") if isinstance(output, Mapping) else None
+        tensors = differentiable(output if logits is None else logits)  # a loss may be beside them
+        outputs = [t for t in tensors if t.numel() > 1]
+        if not outputs and sees_outputs:
+            outputs = [t for t in tensors if t.dim()] or tensors
+        self.losses = [t for t in differentiable(output) if t.numel() == 1]
+        bases = [t if t._base is None or t._base.grad_fn is None else t._base for t in outputs]
+        for tensor in {id(t): t for t in bases}.values():
+            tensor.register_hook(self._pulled)
+
+    def _pulled(self, gradient: Tensor) -> None:
+        wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
+        pull = gradient.detach().abs().sum(dtype=wide)
+        self.pull = pull if self.pull is None else self.pull + pull
+
     def check_kept(self) -> None:
         """Its backward begins: raise if gradients of passes before went since it was entered."""
         training, leaves = self._training, self._training.leaves
@@ -196,6 +214,11 @@ def put_back(run: Run) -> str:
         f"The weights were put back in the middle of {run}, by an evaluation or state_dict(). Do that "
         "outside of the pass, or call perturber.restore() if Ctrl-C came in between."
     )
+
+
+def differentiable(value: Any) -> list[Tensor]:
+    """All tensors in a value that a graph stands behind or that require gradients."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
 
 
 def loss_in(value: Any) -> Any:

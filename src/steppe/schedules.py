@@ -23,13 +23,12 @@ import math
 import numbers
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 Schedule = Callable[[int], float]
 Strength = float | Schedule
@@ -322,29 +321,3 @@ class Steering:
                 stacklevel=2,
             )
         return found
-
-
-def differentiable(value: Any) -> list[Tensor]:
-    """All tensors in a value that a graph stands behind or that require gradients."""
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
-
-
-def watch_pull(run: Any, output: Any, sees_outputs: bool) -> None:
-    """Measure in `run.pull` how hard the loss pulls on the outputs: for a mean cross-entropy twice the
-    mean of 1 - p. `run.losses` stand for it where none of them is differentiated. `sees_outputs`: single
-    numbers alone are no loss, but the outputs of one sample."""
-    logits = output.get("logits") if isinstance(output, Mapping) else None
-    tensors = differentiable(output if logits is None else logits)  # a loss may be beside them
-    outputs = [t for t in tensors if t.numel() > 1]
-    if not outputs and sees_outputs:
-        outputs = [t for t in tensors if t.dim()] or tensors
-    run.losses = [t for t in differentiable(output) if t.numel() == 1]
-    bases = [t if t._base is None or t._base.grad_fn is None else t._base for t in outputs]
-
-    def add(gradient: Tensor) -> None:
-        wide = gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
-        pull = gradient.detach().abs().sum(dtype=wide)
-        run.pull = pull if run.pull is None else run.pull + pull
-
-    for tensor in {id(t): t for t in bases}.values():
-        tensor.register_hook(add)

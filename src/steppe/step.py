@@ -117,6 +117,7 @@ class Step:
             return  # a backward that reached no parameter (for an adversarial input) is not a pass
         self._look(run)
         self.done.append(run.index)
+        self._training.leaves.added_up(len(self.done))
         if several or self.metered:
             self._seen = self._training.leaves.marks()
 
@@ -213,6 +214,7 @@ class Step:
             self._even_out()
             self._learn()
             training.divisors = [training.divisors[1], self.divisor]
+        training.leaves.added_up(len(self.done))
         self.settled = True
 
     @property

@@ -440,7 +440,9 @@ WAYS = pytest.mark.parametrize("way", ["passes", "micro-batches"])
 
 @WAYS
 @pytest.mark.parametrize("hidden", [False, True], ids=["made later", "gc.freeze"])
-def test_an_optimizer_that_is_found_when_it_steps_raises_in_the_next_pass(way, hidden):
+@pytest.mark.parametrize("between", [False, True], ids=["at once", "after a forward"])
+def test_an_optimizer_that_is_found_when_it_steps_raises(way, hidden, between):
+    """Before its step is made, where that shows; otherwise in the next pass, before another one is."""
     model, loss = net(), Weighted()
     optimizer = sgd(model)
     perturber = steppe.attach(model, optimizer, steppe.m_rwp(0.05, lam=0.3))
@@ -455,10 +457,16 @@ def test_an_optimizer_that_is_found_when_it_steps_raises_in_the_next_pass(way, h
     try:
         unequal_step(way, perturber, model, loss)
         optimizer.step()
-        other.step()
-        optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"shape \(3,\).*perturber\.backward"):
-            unequal_step(way, perturber, model, loss)
+        before = loss.log_weights.detach().clone()
+        if between:
+            loss_fn(net()(data()[0]), data()[1])
+            other.step()
+            with pytest.raises(RuntimeError, match=r"shape \(3,\).*step was made with"):
+                unequal_step(way, perturber, model, loss)
+        else:
+            with pytest.raises(RuntimeError, match=r"shape \(3,\).*its gradient is.*backward"):
+                other.step()
+            assert equal([before], [loss.log_weights])
     finally:
         gc.unfreeze()
     true = weights_of(model)
@@ -490,7 +498,26 @@ def test_sam_notices_a_late_optimizer(explicit):
 
 
 @WAYS
-def test_another_model_that_comes_later_trains_on_its_own(way):
+def test_an_optimizer_that_steps_before_the_attached_one_raises_at_once(way):
+    model, loss = net(), Weighted()
+    optimizer = sgd(model)
+    perturber = steppe.attach(model, optimizer, steppe.m_rwp(0.05, lam=0.3))
+    unequal_step(way, perturber, model, loss_fn)
+    optimizer.step()
+    other = sgd(loss)
+    for part, run in enumerate(perturber.passes() if way == "passes" else [nullcontext()] * 2):
+        with run:
+            loss(model(data(part)[0]), data(part)[1]).backward()
+    with pytest.raises(RuntimeError, match=r"shape \(3,\).*its gradient is"):
+        other.step()
+    loss.zero_grad()
+    perturber.new_step(drop_gradients=True)
+    assert_close(unequal_step(way, perturber, model, loss), grads_of(model, loss))
+
+
+@WAYS
+@pytest.mark.parametrize("accumulates", [1, 2])
+def test_another_model_that_comes_later_trains_on_its_own(way, accumulates):
     model, optimizer, perturber = attached(steppe.m_rwp(0.05, lam=0.3))
     unequal_step(way, perturber, model, loss_fn)
     optimizer.step()
@@ -499,8 +526,12 @@ def test_another_model_that_comes_later_trains_on_its_own(way):
     for step in range(3):
         optimizer.zero_grad()
         unequal_step(way, perturber, model, loss_fn)
-        loss_fn(other(data(step)[0]), data(step)[1]).backward()
-        optimizer.step()
+        if accumulates > 1:
+            optimizer.step()
+        for part in range(accumulates):
+            loss_fn(other(data(part)[0]), data(step)[1]).backward()
+        if accumulates == 1:
+            optimizer.step()
         theirs.step()
     assert perturber.step == 4
 

@@ -16,6 +16,8 @@ MEASURES = {
     "largest_eigenvalue": "largest eigenvalue",
     "adaptive_sharpness": "adaptive sharpness, worst case",
     "average_sharpness": "adaptive sharpness, average case",
+    "plain_sharpness": "sharpness, worst case",
+    "plain_average": "sharpness, average case (trace)",
     "weight_norm": "weight norm",
 }
 FEWEST = 10

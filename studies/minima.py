@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from steppe import analysis
+from steppe.analysis.sharpness import Kind
 from steppe.lab.compression import compress
 from steppe.lab.results import Result
 from steppe.lab.runs import Record, Run
@@ -17,7 +18,16 @@ from steppe.report.analyses import problem_of
 FILE = "minima.json"
 SAMPLES = 512
 RHO = 0.5
-"""The radius of adaptive sharpness, in units of |w| (ASAM's usual one)."""
+"""The radius of adaptive sharpness, in units of |w| (ASAM's usual one), and of its plain average."""
+PLAIN = 0.05
+"""The radius of plain sharpness at worst (SAM's usual one)."""
+SHARPNESS: tuple[tuple[str, float, Kind, bool], ...] = (
+    ("adaptive_sharpness", RHO, "worst", True),
+    ("average_sharpness", RHO, "average", True),
+    ("plain_sharpness", PLAIN, "worst", False),
+    ("plain_average", RHO, "average", False),
+)
+"""Name, radius, case and whether it is adaptive. The plain average is the Hessian's trace, times rho²/2d."""
 
 
 def measure(result: Result, curvature: bool = True, robust: bool = False) -> None:
@@ -59,10 +69,10 @@ def _curvature(run: Run) -> Record:
     problem = problem_of(run, SAMPLES, bn="recalibrate")
     try:
         eigs = analysis.top_eigs(problem, k=1, tol=0.01, progress=False)
-        rise, average = (
-            analysis.sharpness(problem, RHO, case, adaptive=True, progress=False)
-            for case in ("worst", "average")
-        )
+        sharpness = {
+            name: analysis.sharpness(problem, rho, case, adaptive=adaptive, progress=False).value
+            for name, rho, case, adaptive in SHARPNESS
+        }
     except (ValueError, RuntimeError) as error:  # one broken model must not end a study
         return {"failed": str(error).partition("\n")[0]}
     norms = [float(w.detach().norm()) for w in problem.model.parameters() if w.requires_grad]
@@ -71,9 +81,9 @@ def _curvature(run: Run) -> Record:
         "bn": "recalibrate",
         "largest_eigenvalue": rounded(eigs.values[0]),
         "eigenvalue_residual": rounded(eigs.residuals[0]),
-        "adaptive_sharpness": rounded(rise.value),
-        "average_sharpness": rounded(average.value),
+        **{name: rounded(value) for name, value in sharpness.items()},
         "sharpness_rho": RHO,
+        "plain_rho": PLAIN,
         "weight_norm": rounded(math.hypot(*norms)),
     }
 

@@ -58,7 +58,7 @@ def made_up_line(entry, minima=False):
     found = {}
     if minima and entry.part == "defaults":
         found = {"samples": 512, "largest_eigenvalue": score, "adaptive_sharpness": 1 / score}
-        found |= {"weight_norm": 3 * score / 80, "sharpness_rho": 0.5}
+        found |= {"weight_norm": 3 * score / 80, "sharpness_rho": 0.5, "plain_average": score / 9}
     if entry.robust:
         lost = {change: (i + 1) * (90 - score) for i, change in enumerate(CHANGES)}
         found["robustness"] = {"none": score, **{name: score - d for name, d in lost.items()}}

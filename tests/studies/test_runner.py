@@ -19,6 +19,7 @@ from steppe.lab.problems import Sources
 from steppe.lab.runs import Run
 from steppe.lab.training import run_config, settled
 from steppe.schedules import RISE
+from studies import minima
 from studies.definitions import CONTROLS
 from studies.evidence import Evidence
 from studies.findings import CHANGES
@@ -264,7 +265,10 @@ def test_minima_are_measured_before_the_weights_go(tmp_path):
         left = lines[f"mlp defaults {name} seed 0"]["robustness"]
         assert set(left) == {"none", *CHANGES}  # no BatchNorm, so once
         assert all(0 <= value <= 100 for value in left.values())
-    assert lines["mlp defaults RWP (rise 0.2) seed 0"]["average_sharpness"] is not None
+    large = lines["mlp defaults RWP (rise 0.2) seed 0"]
+    for name, radius, case, adaptive in minima.SHARPNESS:
+        assert large[name] is not None, (radius, case, adaptive)
+    assert sgd["plain_sharpness"] >= sgd["plain_average"] * (minima.PLAIN / minima.RHO) ** 2
 
 
 def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_path):
@@ -284,6 +288,15 @@ def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_
     assert sgd.run not in {entry.run for entry in plan.missing(again)}
     folder.append(replace(made_up_line(sgd), minima={}))
     assert evidence(tmp_path).lines[sgd.run].complete
+
+
+def test_a_minimum_that_was_measured_in_fewer_ways_is_measured_again(tmp_path):
+    study = tiny(minima=True, seeds=1)
+    sgd = next(e for e in make_plan(study, evidence(tmp_path)).entries if e.name == "SGD")
+    line = made_up_line(sgd, minima=True)
+    assert line.complete
+    fewer = {name: value for name, value in line.minima.items() if name != "plain_average"}
+    assert not replace(line, minima=fewer).complete
 
 
 def test_killed_before_its_minimum_was_measured_a_run_is_not_trained_again(tmp_path, monkeypatch):

@@ -133,24 +133,25 @@ class Evidence:
             os.close(number)
 
     def archive(self, name: str, keep: Container[str]) -> int:
-        """Move the lines of all runs but those to keep into archive/NAME; give their number."""
+        """Move into archive/NAME the lines of all runs but those to keep, and of these the lines that do
+        not count beside a complete one; give their number."""
         if Path(name).name != name:
             raise LabError(f"an archive is called by one word, got {name!r}.")
-        if all(run in keep for run in self.lines):
-            return 0
         old = Evidence(self.folder / ARCHIVE / name, self.study)
-        with self.writing(), old.writing():
-            by_run: dict[str, str] = {}
-            for text in self._read()[0]:
-                name_of_run = from_text(text).run
-                by_run[name_of_run] = f"{by_run.get(name_of_run, '')}{text}\n"
-            aside = {run: text for run, text in by_run.items() if run not in keep}
-            # First added there, then gone from here: a kill in between loses nothing.
-            old._add("".join(text for run, text in aside.items() if run not in old.lines))
-            new = self.file.with_suffix(".new")
-            new.write_text("".join(t for run, t in by_run.items() if run in keep), encoding="utf-8")
-            new.replace(self.file)
-        for run in aside:
+        with self.writing():
+            counting = {line.text() for run, line in self.lines.items() if run in keep}
+            texts = self._read()[0]
+            stay = {text for text in texts if from_text(text).text() in counting}
+            if aside := [text for text in texts if text not in stay]:
+                # First added there, then gone from here: a kill in between loses nothing.
+                with old.writing():
+                    there = set(old._read()[0])
+                    old._add("".join(f"{text}\n" for text in aside if text not in there))
+                new = self.file.with_suffix(".new")
+                left = "".join(f"{text}\n" for text in texts if text in stay)
+                new.write_text(left, encoding="utf-8")
+                new.replace(self.file)
+        for run in [run for run in self.lines if run not in keep]:
             del self.lines[run]
         return len(aside)
 

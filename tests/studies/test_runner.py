@@ -288,6 +288,12 @@ def test_a_line_without_robustness_is_run_again_and_the_complete_one_counts(tmp_
     assert sgd.run not in {entry.run for entry in plan.missing(again)}
     folder.append(replace(made_up_line(sgd), minima={}))
     assert evidence(tmp_path).lines[sgd.run].complete
+    assert again.archive("superseded", {sgd.run, control.run}) == 2
+    assert [line.complete for line in again.lines.values()] == [True, False]
+    assert len(again.file.read_text().splitlines()) == 2
+    old = again.folder / "archive" / "superseded" / again.file.name
+    assert len(old.read_text().splitlines()) == 2
+    assert again.archive("superseded", {sgd.run, control.run}) == 0
 
 
 def test_a_minimum_that_was_measured_in_fewer_ways_is_measured_again(tmp_path):

@@ -1,5 +1,6 @@
 """The figures: one for each primary question."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
@@ -87,8 +88,8 @@ def survival_figure(found: Sequence[Findings]) -> Figure:
                 rows[name] = i, scores  # a method has one style, whichever others were run
         if rows:
             counts = sorted({len(scores[-1]) for _, scores in rows.values()})
-            title = place.replace(" (", "\n(", 1)  # too long for one line
-            shown.append((f"{title}, n = {' to '.join(map(str, counts))}", rows))
+            title = textwrap.fill(f"{place}, n = {' to '.join(map(str, counts))}", 50)
+            shown.append((title, rows))
     figure, axes = panels(len(shown), width=4.2, columns=2)
     for axis, (title, rows) in zip(axes, shown, strict=True):
         for name, (i, scores) in rows.items():

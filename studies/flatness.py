@@ -104,5 +104,5 @@ def flatness_figure(made: Correlations) -> Figure:
         axis.set_ylim(-1.05, 1.05)
         axis.set_title(name, fontsize="medium")
     figure.supylabel("rank correlation with the loss of accuracy", fontsize="medium")
-    shared_legend(figure, axes, columns=2)
+    shared_legend(figure, axes, columns=1)
     return figure

@@ -139,7 +139,7 @@ def test_what_survives(tmp_path):
     assert names == ["SGD", "SAM", "RWP", "m-RWP"]
     left = axis.containers[0][0].get_ydata()
     assert list(left[0] - left[1:]) == pytest.approx([2, 4, 6, 8])
-    assert axis.get_title().endswith("\n(MLP, few steps), n = 6")
+    assert axis.get_title() == "Rich (MLP, few steps), n = 6"
     colours = {each.get_label(): each.lines[0].get_color() for each in axis.containers}
     fewer = changed(
         tmp_path / "fewer",

@@ -116,7 +116,7 @@ class Leaves:
         new = {p: p.grad._version for p in params if p.grad is not None}
         passes, nodes = self._added_up
         if new and passes > 1 and nodes == _nodes() and min(new.values()) >= passes - 1:
-            raise self._too_late(next(iter(new)), "its gradient is")
+            raise self._too_late(next(iter(new)), "its gradient looks like")
         self.late |= dict.fromkeys(new, self._training.number)
 
     def _too_late(self, leaf: Tensor, what: str) -> RuntimeError:

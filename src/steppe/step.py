@@ -117,8 +117,8 @@ class Step:
             return  # a backward that reached no parameter (for an adversarial input) is not a pass
         self._look(run)
         self.done.append(run.index)
-        self._training.leaves.added_up(len(self.done))
         if several or self.metered:
+            self._training.leaves.added_up(len(self.done))
             self._seen = self._training.leaves.marks()
 
     def backward_ends(self, run: Run) -> None:
